@@ -1,0 +1,19 @@
+// What the GEMM families share: where a finished tile of 32 columns goes. Owned by linear.cpp; the families only compute tiles.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace headrace {
+namespace HEADRACE_ISA {
+
+// One family: columns of panels [begin, end) (pairs of panels under silu_mul) for all rows; calls finish_tile / finish_pair.
+void linear_int(const Linear& a, int64_t begin, int64_t end, uint8_t* scratch);
+void linear_bf16(const Linear& a, int64_t begin, int64_t end, uint8_t* scratch);
+
+// tile: [rows][32] fp32, 64 B aligned: the products of `panel` for rows [row, row + rows). Applies bias, then stores or adds; masks columns past n.
+void finish_tile(const Linear& a, int64_t row, int rows, int64_t panel, const float* tile);
+// The pair of tiles of gate and up: h = silu(gate + bias) * (up + bias), 32 columns, written to act_out as group `pair` (quantized) and/or bf16.
+void finish_pair(const Linear& a, int64_t row, int rows, int64_t pair, const float* gate, const float* up);
+
+}  // namespace HEADRACE_ISA
+}  // namespace headrace
