@@ -1,6 +1,6 @@
 """Print what `make setup` installs, from pyproject.toml: the package's dependencies, or (`--no-deps`) those installed without their own.
 
-    python scripts/dependencies.py [--no-deps | --extra NAME | --build]
+python scripts/dependencies.py [--no-deps | --extra NAME | --build]
 """
 
 from __future__ import annotations
