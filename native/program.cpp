@@ -1,1 +1,500 @@
-// The program.
+#include "program.h"
+
+#include <sys/mman.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace headrace {
+namespace {
+
+constexpr int64_t kSmall = 4;       // up to this many rows every thread norms and quantizes for itself: cheaper than a barrier
+constexpr int64_t kQueryTile = 32;  // queries of one attention item
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// A row stride that keeps the rows of a tile out of each other's cache sets: never a multiple of a page.
+int64_t stride(int64_t bytes) {
+  bytes = round_up(bytes, 64);
+  return bytes % 4096 == 0 ? bytes + 64 : bytes;
+}
+
+}  // namespace
+
+Memory::Memory(size_t bytes, bool huge) : bytes_(bytes < 64 ? 64 : bytes) {
+  base_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base_ == MAP_FAILED) throw std::bad_alloc();
+  if (huge) madvise(base_, bytes_, MADV_HUGEPAGE);
+}
+Memory::~Memory() {
+  if (base_) munmap(base_, bytes_);
+}
+
+Program::Program(const ProgramLimits& limits)
+    : limits_(limits),
+      pool_(limits.threads),
+      kv_(static_cast<size_t>(limits.num_layers) * limits.num_blocks * limits.kv_heads * kv_head_elements(limits.head_dim) * sizeof(bf16), true),
+      tokens_(static_cast<size_t>(limits.max_rows) * (limits.context + 1) * sizeof(int32_t)),
+      tables_(static_cast<size_t>(limits.max_rows) * limits.max_blocks * sizeof(int32_t)),
+      q_(static_cast<size_t>(limits.max_tokens) * limits.q_heads * limits.head_dim * sizeof(bf16)),
+      partial_(4 * static_cast<size_t>(limits.threads) * (limits.context / kKvChunk + 1) * (limits.q_heads / limits.kv_heads) *
+               (4 + limits.head_dim) * sizeof(float)),
+      rows_(static_cast<size_t>(limits.max_rows)),
+      cursors_(new Cursor[static_cast<size_t>(limits.threads)]()) {
+  scratch_bytes_ = std::max(attention_scratch(limits.head_dim, limits.q_heads / limits.kv_heads), sample_scratch(limits.vocab));
+}
+
+// --- building ---
+
+int Program::buffer(int64_t columns) {
+  const int64_t ld = round_up(columns, 16);
+  Memory memory(static_cast<size_t>(limits_.max_tokens) * ld * sizeof(float));
+  float* data = memory.as<float>();
+  buffers_.push_back({std::move(memory), data, ld});
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Program::activations(int64_t k, bool int8, bool as_bf16) {
+  const int64_t padded = round_up(k, kGroup), rows = limits_.max_tokens + kSmall * limits_.threads;
+  Activations a{};
+  a.ldq = stride(padded);
+  a.ldg = round_up(padded / kGroup, 16);
+  a.ldb = stride(padded * 2) / 2;
+  const size_t q = int8 ? rows * a.ldq : 0, g = int8 ? rows * a.ldg * 4 : 0, b = as_bf16 ? rows * a.ldb * 2 : 0;
+  const size_t q_end = round_up(q, 4096), g_size = round_up(g, 4096);
+  Memory memory(q_end + 3 * g_size + b);
+  uint8_t* base = memory.as<uint8_t>();
+  if (int8) {
+    a.q = reinterpret_cast<int8_t*>(base);
+    a.scale = reinterpret_cast<float*>(base + q_end);
+    a.corr = reinterpret_cast<int32_t*>(base + q_end + g_size);
+    a.sum = reinterpret_cast<float*>(base + q_end + 2 * g_size);
+  }
+  if (as_bf16) a.b = reinterpret_cast<bf16*>(base + q_end + 3 * g_size);
+  activations_.push_back({std::move(memory), a, padded});
+  return static_cast<int>(activations_.size()) - 1;
+}
+
+void Program::embed(const Weight& weight, float scale, int out) {
+  Op op{};
+  op.kind = Kind::embed;
+  op.name = "embed";
+  op.packed = weight;
+  op.scale = scale;
+  op.out = out;
+  ops_.push_back(op);
+}
+
+void Program::rms_norm(int x, const float* weight, float eps, int64_t k, int out, bool selected) {
+  Op op{};
+  op.kind = Kind::rms_norm;
+  op.name = "norm";
+  op.x = x;
+  op.weight = weight;
+  op.eps = eps;
+  op.k = k;
+  op.act = out;
+  op.selected = selected;
+  ops_.push_back(op);
+}
+
+void Program::quantize(int x, int64_t k, int out) {
+  Op op{};
+  op.kind = Kind::quantize;
+  op.name = "quantize";
+  op.x = x;
+  op.k = k;
+  op.act = out;
+  ops_.push_back(op);
+}
+
+void Program::linear(const std::string& name, const Weight& weight, int in, int out, int64_t column, Epilogue epilogue, const float* bias,
+                     bool selected) {
+  Op op{};
+  op.kind = Kind::linear;
+  op.name = name;
+  op.packed = weight;
+  op.act = in;
+  op.column = column;
+  op.epilogue = epilogue;
+  op.bias = bias;
+  op.selected = selected;
+  if (epilogue == Epilogue::silu_mul) {
+    op.act_out = out;
+    activations_[static_cast<size_t>(out)].shared = true;
+  } else {
+    op.out = out;
+  }
+  scratch_bytes_ = std::max(scratch_bytes_, linear_scratch(weight.k));
+  ops_.push_back(op);
+}
+
+void Program::rope_kv(int qkv, int64_t q_offset, int64_t k_offset, int64_t v_offset, const float* q_norm, const float* k_norm, float eps,
+                      const float* cos_sin, int rotary, int layer) {
+  Op op{};
+  op.kind = Kind::rope_kv;
+  op.name = "rope_kv";
+  op.layer = layer;
+  const Buffer& in = buffers_[static_cast<size_t>(qkv)];
+  op.rope = {in.data, in.columns, q_offset, k_offset, v_offset, limits_.q_heads, q_norm, k_norm, eps, {cos_sin, rotary}, q_.as<bf16>(), kv(layer)};
+  ops_.push_back(op);
+}
+
+void Program::attention(int out, int layer) {
+  Op op{};
+  op.kind = Kind::attention;
+  op.name = "attention";
+  op.out = out;
+  op.layer = layer;
+  ops_.push_back(op);
+}
+
+void Program::finish(int logits) {
+  logits_ = logits;
+  scratch_bytes_ = static_cast<size_t>(round_up(static_cast<int64_t>(scratch_bytes_), 4096));
+  scratch_ = std::make_unique<Memory>(scratch_bytes_ * static_cast<size_t>(limits_.threads));
+}
+
+KvLayer Program::kv(int layer) const {
+  const int64_t elements = static_cast<int64_t>(limits_.num_blocks) * limits_.kv_heads * kv_head_elements(limits_.head_dim);
+  return {kv_.as<bf16>() + layer * elements, limits_.kv_heads, limits_.head_dim};
+}
+
+size_t Program::bytes() const {
+  size_t total = tokens_.bytes() + tables_.bytes() + q_.bytes() + scratch_->bytes() + partial_.bytes();
+  for (const Buffer& b : buffers_) total += b.memory.bytes();
+  for (const ActBuffer& a : activations_) total += a.memory.bytes();
+  return total;
+}
+
+// --- rows ---
+
+void Program::set_row(int row, const int32_t* tokens, int64_t count, int64_t num_prompt, RowParams params) {
+  std::memcpy(tokens_.as<int32_t>() + row * (limits_.context + 1), tokens, static_cast<size_t>(count) * sizeof(int32_t));
+  rows_[static_cast<size_t>(row)] = {static_cast<int32_t>(num_prompt), static_cast<int32_t>(count), std::move(params)};
+}
+
+void Program::set_blocks(int row, int first, const int32_t* ids, int count) {
+  std::memcpy(tables_.as<int32_t>() + static_cast<int64_t>(row) * limits_.max_blocks + first, ids, static_cast<size_t>(count) * sizeof(int32_t));
+}
+
+void Program::append(int row, int32_t token) {
+  Row& state = rows_[static_cast<size_t>(row)];
+  tokens_.as<int32_t>()[row * (limits_.context + 1) + state.num_tokens++] = token;
+}
+
+// --- a step ---
+
+int64_t Program::forward(const int32_t* chunks, int num_chunks, const int32_t* copies, int num_copies) {
+  chunks_.clear();
+  row_tokens_.clear();
+  row_chunk_.clear();
+  selected_.clear();
+  copies_.clear();
+  for (int i = 0; i < num_copies; i++) copies_.emplace_back(copies[2 * i], copies[2 * i + 1]);
+  for (int i = 0; i < num_chunks; i++) {
+    const int32_t *c = chunks + 4 * i, row = c[0], start = c[1], stop = c[2];
+    const int32_t* tokens = tokens_.as<int32_t>() + row * (limits_.context + 1);
+    const int32_t first = static_cast<int32_t>(row_tokens_.size());
+    chunks_.push_back({first, start, stop, tables_.as<int32_t>() + static_cast<int64_t>(row) * limits_.max_blocks});
+    row_tokens_.insert(row_tokens_.end(), tokens + start, tokens + stop);
+    row_chunk_.insert(row_chunk_.end(), static_cast<size_t>(stop - start), i);
+    for (int32_t position = c[3]; position < stop; position++) selected_.push_back(first + position - start);
+  }
+  num_rows_ = static_cast<int64_t>(row_tokens_.size());
+  num_selected_ = static_cast<int64_t>(selected_.size());
+  plan_attention();
+  pool_.run([](void* self, int thread) { static_cast<Program*>(self)->run(thread); }, this);
+  return num_selected_;
+}
+
+// Items of attention for every layer of this step, longest first. A single query whose keys would keep one thread busy for more than its
+// share is cut at KV chunks; the merge is by chunk, ascending, so the bits do not depend on the cut.
+void Program::plan_attention() {
+  items_.clear();
+  split_.clear();
+  split_partial_.clear();
+  const int group = limits_.q_heads / limits_.kv_heads;
+  const auto visible = [this](int64_t position) { return limits_.window && position + 1 > limits_.window ? limits_.window : position + 1; };
+  int64_t total = 0;
+  for (const AttentionChunk& c : chunks_)
+    for (int64_t position = c.start; position < c.stop; position++) total += visible(position);
+  const int64_t limit = total * limits_.kv_heads / (4 * limits_.threads);
+  float* partial = partial_.as<float>();
+  for (int i = 0; i < static_cast<int>(chunks_.size()); i++) {
+    const AttentionChunk& c = chunks_[static_cast<size_t>(i)];
+    const int64_t queries = c.stop - c.start;
+    if (queries == 1) {
+      const int64_t keys = visible(c.start), first = (c.stop - keys) / kKvChunk, last = (c.stop + kKvChunk - 1) / kKvChunk;
+      const bool cut = limits_.threads > 1 && keys > limit && last - first > 1;
+      for (int h = 0; h < limits_.kv_heads; h++) {
+        if (!cut) {
+          items_.push_back({i, h, 0, 1, 0, 0, nullptr, keys});
+          continue;
+        }
+        const int64_t pieces = std::min(last - first, limit ? (keys + limit - 1) / limit : keys);
+        for (int64_t p = 0; p < pieces; p++) {
+          const int64_t a = first + (last - first) * p / pieces, b = first + (last - first) * (p + 1) / pieces;
+          items_.push_back({i, h, 0, 1, static_cast<int>(a), static_cast<int>(b), partial, (b - a) * kKvChunk});
+        }
+        split_.emplace_back(i, h);
+        split_partial_.push_back(partial);
+        partial += last * group * (4 + limits_.head_dim);
+      }
+    } else {
+      for (int64_t q = 0; q < queries; q += kQueryTile) {
+        const int64_t end = std::min(queries, q + kQueryTile);
+        for (int h = 0; h < limits_.kv_heads; h++)
+          items_.push_back({i, h, static_cast<int>(q), static_cast<int>(end), 0, 0, nullptr, (end - q) * visible(c.start + end - 1)});
+      }
+    }
+  }
+  std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+}
+
+// Runs f(begin, end) over [0, units) in pieces of `grain`: each thread its own contiguous share first, then what the others have left.
+template <class F>
+void Program::share(int thread, int64_t units, int64_t grain, F f) {
+  const int threads = limits_.threads;
+  for (int i = 0; i < threads; i++) {
+    const int owner = (thread + i) % threads;
+    const int64_t begin = units * owner / threads, end = units * (owner + 1) / threads;
+    std::atomic<int64_t>& next = cursor(thread, owner);
+    while (next.load(std::memory_order_relaxed) < end - begin) {
+      const int64_t at = begin + next.fetch_add(grain, std::memory_order_relaxed);
+      if (at >= end) break;
+      f(at, std::min(end, at + grain));
+    }
+  }
+}
+
+std::atomic<int64_t>& Program::cursor(int thread, int owner, unsigned ahead) {
+  return cursors_[static_cast<size_t>(owner)].next[(cursors_[static_cast<size_t>(thread)].stage + ahead) % 3];
+}
+
+void Program::end_stage(int thread) {
+  pool_.barrier();
+  cursors_[static_cast<size_t>(thread)].stage++;
+  cursor(thread, thread, 2).store(0, std::memory_order_relaxed);
+}
+
+Activations Program::view(int act, int64_t rows, int thread) const {
+  const ActBuffer& buffer = activations_[static_cast<size_t>(act)];
+  Activations a = buffer.all;
+  if (rows > kSmall || buffer.shared) return a;
+  const int64_t row = limits_.max_tokens + thread * kSmall;
+  if (a.q) {
+    a.q += row * a.ldq;
+    a.scale += row * a.ldg;
+    a.corr += row * a.ldg;
+    a.sum += row * a.ldg;
+  }
+  if (a.b) a.b += row * a.ldb;
+  return a;
+}
+
+void Program::run(int thread) {
+  if (!copies_.empty()) {
+    const size_t bytes = static_cast<size_t>(limits_.kv_heads) * kv_head_elements(limits_.head_dim) * sizeof(bf16);
+    share(thread, limits_.num_layers, 1, [&](int64_t layer, int64_t) {
+      uint8_t* base = reinterpret_cast<uint8_t*>(kv(static_cast<int>(layer)).base);
+      for (const auto& [from, to] : copies_) std::memcpy(base + to * bytes, base + from * bytes, bytes);
+    });
+    end_stage(thread);
+  }
+  double before = profile_ && thread == 0 ? now() : 0;
+  for (Op& op : ops_) {
+    run_op(op, thread);
+    if (profile_ && thread == 0) {
+      const double after = now();
+      op.seconds += after - before;
+      op.calls++;
+      before = after;
+    }
+  }
+}
+
+void Program::run_op(Op& op, int thread) {
+  const Kernels& k = kernels();
+  const int64_t rows = rows_of(op);
+  switch (op.kind) {
+    case Kind::embed: {
+      const Buffer& out = buffers_[static_cast<size_t>(op.out)];
+      share(thread, rows, 8, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++)
+          k.embed(op.packed.format, op.packed.data, op.packed.k, row_tokens_[static_cast<size_t>(r)], op.scale, out.data + r * out.columns);
+      });
+      break;
+    }
+    case Kind::rms_norm:
+    case Kind::quantize: {
+      const Buffer& x = buffers_[static_cast<size_t>(op.x)];
+      const Activations act = view(op.act, rows, thread);
+      const auto body = [&](int64_t begin, int64_t end) {
+        if (op.kind == Kind::quantize) return k.quantize(x.data, x.columns, op.k, begin, end, act);
+        if (!op.selected || num_selected_ == num_rows_) return k.rms_norm(x.data, x.columns, op.k, op.weight, op.eps, begin, end, act);
+        for (int64_t r = begin; r < end; r++) {  // gather: row r of the result is row selected_[r] of x
+          k.rms_norm(x.data + (selected_[static_cast<size_t>(r)] - r) * x.columns, x.columns, op.k, op.weight, op.eps, r, r + 1, act);
+        }
+      };
+      if (rows <= kSmall) return body(0, rows);  // each thread for itself: no barrier
+      share(thread, rows, 4, body);
+      break;
+    }
+    case Kind::linear: {
+      Linear a{};
+      a.format = op.packed.format;
+      a.weight = op.packed.data;
+      a.n = op.packed.n;
+      a.k = round_up(op.packed.k, kGroup);
+      a.rows = rows;
+      a.in = view(op.act, rows, thread);
+      a.epilogue = op.epilogue;
+      a.bias = op.bias;
+      int64_t units = (a.n + kPanel - 1) / kPanel;
+      if (op.epilogue == Epilogue::silu_mul) {
+        a.act_out = view(op.act_out, rows, thread);
+        units /= 2;
+      } else {
+        const Buffer& out = buffers_[static_cast<size_t>(op.out)];
+        a.out = out.data + op.column;
+        a.ld_out = out.columns;
+      }
+      if (rows == 0) return;
+      const int64_t grain = rows <= 8 ? std::max<int64_t>(1, units / (4 * limits_.threads)) : 1;
+      uint8_t* scratch = scratch_->as<uint8_t>() + scratch_bytes_ * static_cast<size_t>(thread);
+      share(thread, units, grain, [&](int64_t begin, int64_t end) { k.linear(a, begin, end, scratch); });
+      break;
+    }
+    case Kind::rope_kv:
+      run_rope(op, thread);
+      break;
+    case Kind::attention:
+      run_attention(op, thread);
+      break;
+  }
+  end_stage(thread);
+}
+
+void Program::run_rope(const Op& op, int thread) {
+  const Kernels& k = kernels();
+  const int64_t heads = limits_.q_heads + 2 * limits_.kv_heads, grain = num_rows_ <= kSmall ? 4 : 2 * heads;
+  share(thread, num_rows_ * heads, grain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const AttentionChunk& c = chunks_[static_cast<size_t>(row_chunk_[static_cast<size_t>(begin / heads)])];
+      const int64_t base = c.row * heads, stop = std::min(end, base + (c.stop - c.start) * heads);
+      k.rope_kv(op.rope, c, begin - base, stop - base);
+      begin = stop;
+    }
+  });
+}
+
+void Program::run_attention(const Op& op, int thread) {
+  const Kernels& k = kernels();
+  const Buffer& out = buffers_[static_cast<size_t>(op.out)];
+  const Attention a{q_.as<bf16>(), limits_.q_heads, limits_.score_scale, limits_.window, kv(op.layer), out.data, out.columns};
+  uint8_t* scratch = scratch_->as<uint8_t>() + scratch_bytes_ * static_cast<size_t>(thread);
+  std::atomic<int64_t>& next = cursor(thread, 0);  // one for all: the items are sorted, longest first
+  for (size_t i; (i = static_cast<size_t>(next.fetch_add(1, std::memory_order_relaxed))) < items_.size();) {
+    const Item& item = items_[i];
+    const AttentionChunk& c = chunks_[static_cast<size_t>(item.chunk)];
+    if (item.partial)
+      k.attention_partial(a, c, item.kv_head, item.c_begin, item.c_end, item.partial, scratch);
+    else
+      k.attention(a, c, item.kv_head, item.q_begin, item.q_end, scratch);
+  }
+  if (split_.empty()) return;
+  end_stage(thread);
+  share(thread, static_cast<int64_t>(split_.size()), 1, [&](int64_t i, int64_t) {
+    const auto& [chunk, head] = split_[static_cast<size_t>(i)];
+    k.attention_merge(a, chunks_[static_cast<size_t>(chunk)], head, split_partial_[static_cast<size_t>(i)]);
+  });
+}
+
+// --- sampling ---
+
+struct Program::SampleCall {
+  Program* self;
+  const int32_t *rows, *at;
+  int count;
+  const uint32_t* const* masks;
+  int32_t *tokens, *top_ids;
+  float *logprobs, *top_logprobs;
+  int top_stride;
+  std::atomic<int> next{0};
+};
+
+void Program::sample(const int32_t* rows, const int32_t* at, int count, const uint32_t* const* masks, int32_t* tokens, float* logprobs,
+                     int32_t* top_ids, float* top_logprobs, int top_stride) {
+  SampleCall call{this, rows, at, count, masks, tokens, top_ids, logprobs, top_logprobs, top_stride, {}};
+  const auto body = [](void* context, int thread) {
+    SampleCall& c = *static_cast<SampleCall*>(context);
+    Program& p = *c.self;
+    uint8_t* scratch = p.scratch_->as<uint8_t>() + p.scratch_bytes_ * static_cast<size_t>(thread);
+    const Buffer& logits = p.buffers_[static_cast<size_t>(p.logits_)];
+    for (int i; (i = c.next.fetch_add(1, std::memory_order_relaxed)) < c.count;) {
+      Row& row = p.rows_[static_cast<size_t>(c.rows[i])];
+      const RowParams& r = row.params;
+      float* values = logits.data + c.at[i] * logits.columns;
+      if (row.num_tokens - row.num_prompt < r.min_tokens)
+        for (int32_t id : r.end_ids) values[id] = -__builtin_inff();
+      Sampling s{};
+      s.temperature = r.temperature;
+      s.top_p = r.top_p;
+      s.min_p = r.min_p;
+      s.top_k = r.top_k;
+      s.repetition_penalty = r.repetition_penalty;
+      s.presence_penalty = r.presence_penalty;
+      s.frequency_penalty = r.frequency_penalty;
+      s.seed = r.seed;
+      s.sample_index = r.sample_index;
+      s.num_logprobs = r.num_logprobs;
+      s.num_prompt = row.num_prompt;
+      s.num_tokens = row.num_tokens;
+      s.tokens = p.tokens_.as<int32_t>() + c.rows[i] * (p.limits_.context + 1);
+      s.num_bias = static_cast<int32_t>(r.bias_ids.size());
+      s.bias_ids = r.bias_ids.data();
+      s.bias_values = r.bias_values.data();
+      s.mask = c.masks ? c.masks[i] : nullptr;
+      const Sampled sampled = kernels().sample(values, p.limits_.vocab, s, c.top_ids + static_cast<int64_t>(i) * c.top_stride,
+                                               c.top_logprobs + static_cast<int64_t>(i) * c.top_stride, scratch);
+      c.tokens[i] = sampled.token;
+      c.logprobs[i] = sampled.logprob;
+      p.append(c.rows[i], sampled.token);
+    }
+  };
+  // One greedy row is quicker than waking anybody.
+  if (count == 1) {
+    body(&call, 0);
+    return;
+  }
+  pool_.run(body, &call);
+}
+
+void Program::profile(bool on) {
+  profile_ = on;
+  for (Op& op : ops_) op.seconds = 0, op.calls = 0;
+}
+
+std::vector<OpTime> Program::times() const {
+  std::vector<OpTime> times;
+  for (const Op& op : ops_) {
+    auto same = std::find_if(times.begin(), times.end(), [&](const OpTime& t) { return t.name == op.name; });
+    if (same == times.end())
+      times.push_back({op.name, op.seconds, op.calls});
+    else
+      same->seconds += op.seconds, same->calls += op.calls;
+  }
+  return times;
+}
+
+}  // namespace headrace

@@ -1,0 +1,187 @@
+// A network lowered to a list of operations, and the state of a step. Built once by executors/native.py; forward() is one call.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "threads.h"
+
+namespace headrace {
+
+// Zeroed memory of the operating system's, touched lazily.
+class Memory {
+ public:
+  explicit Memory(size_t bytes, bool huge = false);
+  ~Memory();
+  Memory(Memory&& other) noexcept : base_(other.base_), bytes_(other.bytes_) { other.base_ = nullptr; }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(base_);
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* base_;
+  size_t bytes_;
+};
+
+struct Weight {
+  Format format;
+  const uint8_t* data;
+  int64_t n, k;
+};
+
+struct ProgramLimits {
+  int threads;
+  int max_tokens;   // rows of a step
+  int max_rows;     // samples that hold state
+  int max_blocks;   // of one sample: the block table's width
+  int64_t context;  // tokens of one sample
+  int64_t vocab;
+  int num_blocks;  // in the pool
+  int num_layers, q_heads, kv_heads, head_dim;
+  int window;  // keys a query sees; 0: all
+  float score_scale;
+};
+
+// What a sample is drawn with; see kernels.h `Sampling` for the meaning of each field.
+struct RowParams {
+  float temperature = 0, top_p = 1, min_p = 0;
+  int top_k = 0;
+  float repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
+  uint64_t seed = 0;
+  int sample_index = 0, num_logprobs = -1, min_tokens = 0;
+  std::vector<int32_t> bias_ids, end_ids;
+  std::vector<float> bias_values;
+};
+
+struct OpTime {
+  std::string name;
+  double seconds;
+  int64_t calls;
+};
+
+class Program {
+ public:
+  explicit Program(const ProgramLimits& limits);
+
+  // --- building, in the order of execution; a buffer is named by the number it was given ---
+  int buffer(int64_t columns);                          // fp32 [max_tokens][columns]
+  int activations(int64_t k, bool int8, bool as_bf16);  // rows for the linear layers
+  void embed(const Weight& weight, float scale, int out);
+  // `selected`: only the rows whose logits are wanted, closed up.
+  void rms_norm(int x, const float* weight, float eps, int64_t k, int out_activations, bool selected);
+  void quantize(int x, int64_t k, int out_activations);
+  void linear(const std::string& name, const Weight& weight, int in_activations, int out, int64_t column, Epilogue epilogue, const float* bias,
+              bool selected);
+  void rope_kv(int qkv, int64_t q_offset, int64_t k_offset, int64_t v_offset, const float* q_norm, const float* k_norm, float eps,
+               const float* cos_sin, int rotary, int layer);
+  void attention(int out, int layer);
+  void finish(int logits);  // the buffer the head writes
+
+  // --- rows ---
+  void set_row(int row, const int32_t* tokens, int64_t count, int64_t num_prompt, RowParams params);
+  void set_blocks(int row, int first, const int32_t* ids, int count);
+  void append(int row, int32_t token);
+
+  // --- a step: chunks [n][4] = row, start, stop, logits_start; copies [m][2] = block from, to. Returns rows of logits. ---
+  int64_t forward(const int32_t* chunks, int num_chunks, const int32_t* copies, int num_copies);
+  // Samples rows[i] on logits row at[i]; appends the token. tops: [n][max num_logprobs].
+  void sample(const int32_t* rows, const int32_t* at, int count, const uint32_t* const* masks, int32_t* tokens, float* logprobs, int32_t* top_ids,
+              float* top_logprobs, int top_stride);
+
+  float* logits() const { return buffers_[static_cast<size_t>(logits_)].data; }
+  int64_t vocab() const { return limits_.vocab; }
+  const ProgramLimits& limits() const { return limits_; }
+  size_t bytes() const;  // of buffers, without the KV pool
+  size_t kv_bytes() const { return kv_.bytes(); }
+  void profile(bool on);
+  std::vector<OpTime> times() const;
+
+ private:
+  enum class Kind { embed, rms_norm, quantize, linear, rope_kv, attention };
+  struct Op {
+    Kind kind;
+    std::string name;
+    int x = -1, out = -1, act = -1, act_out = -1;
+    bool selected = false;
+    int64_t k = 0, column = 0;
+    float eps = 0, scale = 0;
+    const float *weight = nullptr, *bias = nullptr;
+    Weight packed{};
+    Epilogue epilogue = Epilogue::store;
+    RopeKv rope{};
+    int layer = 0;
+    double seconds = 0;
+    int64_t calls = 0;
+  };
+  struct Buffer {
+    Memory memory;
+    float* data;
+    int64_t columns;
+  };
+  struct ActBuffer {
+    Memory memory;
+    Activations all;
+    int64_t k;
+    bool shared = false;  // written by all threads together, so never a private copy
+  };
+  struct Row {
+    int32_t num_prompt = 0, num_tokens = 0;
+    RowParams params;
+  };
+  struct Item {  // attention work: a tile of queries, or some KV chunks of one query
+    int chunk, kv_head, q_begin, q_end, c_begin, c_end;
+    float* partial;
+    int64_t cost;
+  };
+  // Work is shared out through one cursor a thread. Three sets rotate: a stage uses one, and each thread clears its own cursor of the set
+  // after next, which nobody can touch between the two barriers around this stage.
+  struct alignas(128) Cursor {
+    std::atomic<int64_t> next[3];
+    unsigned stage;
+  };
+  struct SampleCall;
+
+  int64_t rows_of(const Op& op) const { return op.selected ? num_selected_ : num_rows_; }
+  Activations view(int act, int64_t rows, int thread) const;
+  KvLayer kv(int layer) const;
+  void plan_attention();
+  void run(int thread);
+  void run_op(Op& op, int thread);
+  void run_rope(const Op& op, int thread);
+  void run_attention(const Op& op, int thread);
+  std::atomic<int64_t>& cursor(int thread, int owner, unsigned ahead = 0);
+  template <class F>
+  void share(int thread, int64_t units, int64_t grain, F f);
+  void end_stage(int thread);
+
+  ProgramLimits limits_;
+  Pool pool_;
+  std::vector<Op> ops_;
+  std::vector<Buffer> buffers_;
+  std::vector<ActBuffer> activations_;
+  int logits_ = -1;
+  Memory kv_, tokens_, tables_, q_, partial_;
+  std::unique_ptr<Memory> scratch_;
+  size_t scratch_bytes_ = 0;  // of one thread
+  std::vector<Row> rows_;
+  std::unique_ptr<Cursor[]> cursors_;
+
+  // the step
+  int64_t num_rows_ = 0, num_selected_ = 0;
+  std::vector<AttentionChunk> chunks_;
+  std::vector<int32_t> row_tokens_, row_chunk_, selected_;
+  std::vector<Item> items_;
+  std::vector<std::pair<int, int>> split_;  // (chunk, kv head) whose KV chunks were shared out
+  std::vector<float*> split_partial_;
+  std::vector<std::pair<int32_t, int32_t>> copies_;
+  bool profile_ = false;
+};
+
+}  // namespace headrace
