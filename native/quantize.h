@@ -8,8 +8,8 @@ namespace headrace {
 namespace HEADRACE_ISA {
 namespace {
 
-// Groups whose largest magnitude is below this are zeros: 127 / absmax would overflow, absmax / 127 would be subnormal.
-constexpr uint32_t kTinyBits = 0x05800000u;  // 2^-116
+// Groups whose largest magnitude is below 1e-30 are zeros: 127 / absmax could overflow, absmax / 127 be subnormal.
+constexpr uint32_t kTinyBits = 0x0da24260u;
 constexpr uint32_t kInfBits = 0x7f800000u;
 
 #if HEADRACE_LEVEL >= 2

@@ -145,10 +145,14 @@ void rms_norm(const float* x, int64_t ld, int64_t k, const float* weight, float 
 
 void embed(Format format, const uint8_t* weight, int64_t k, int64_t id, float scale, float* out) {
   switch (format) {
-    case Format::q4_0: return embed_row<Format::q4_0>(weight, k, id, scale, out);
-    case Format::q4_1: return embed_row<Format::q4_1>(weight, k, id, scale, out);
-    case Format::q8_0: return embed_row<Format::q8_0>(weight, k, id, scale, out);
-    case Format::bf16: return embed_row<Format::bf16>(weight, k, id, scale, out);
+    case Format::q4_0:
+      return embed_row<Format::q4_0>(weight, k, id, scale, out);
+    case Format::q4_1:
+      return embed_row<Format::q4_1>(weight, k, id, scale, out);
+    case Format::q8_0:
+      return embed_row<Format::q8_0>(weight, k, id, scale, out);
+    case Format::bf16:
+      return embed_row<Format::bf16>(weight, k, id, scale, out);
   }
 }
 
