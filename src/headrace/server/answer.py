@@ -1,0 +1,408 @@
+"""One client request on its way from the engine's tokens to the response: text, usage, timings, and how it ends.
+
+A request has one part per prompt, a part one sample per `n`. `flush` runs once a step for each part that got tokens, on the event
+loop, and is where the API process spends its time: a stream's chunk is two ready-made byte strings around one escaped piece of text.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from headrace.errors import EngineFailed, RequestError
+from headrace.request import SamplingParams, Submit
+from headrace.server.codec import Detokenizer, TextCodec
+from headrace.server.formats import DONE, Endpoint, Format, encode, error_body, event, usage
+from headrace.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
+from headrace.server.metrics import Metrics
+from headrace.server.wire import SlowReader, Wire
+from headrace.server.worker import OpenSample, Worker
+
+log = logging.getLogger("headrace.request")
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A validated request: everything the answer needs to know of it."""
+
+    endpoint: Endpoint
+    prompts: list[list[int]]
+    params: SamplingParams
+    seed: int
+    num_samples: int
+    stop: tuple[str, ...]
+    include_stop: bool
+    stream: bool
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Sample(OpenSample):
+    """One sample's text. `finish`: how it ended for the client, which a stop string decides before the engine does."""
+
+    __slots__ = ("detokenizer", "fed", "finish", "head", "index", "last_at", "logprob_writer", "seen", "tail", "text")
+
+    def __init__(self, index: int, detokenizer: Detokenizer, logprob_writer: LogprobWriter | None) -> None:
+        super().__init__()
+        self.index = index
+        self.detokenizer = detokenizer
+        self.logprob_writer = logprob_writer
+        self.fed = 0  # tokens given to the detokenizer, and told as log-probabilities
+        self.seen = 0  # tokens counted
+        self.last_at = 0.0
+        self.finish: str | None = None
+        self.text: list[str] = []  # whole answers only
+        self.head = self.tail = b""
+
+    def pieces(self) -> list[str]:
+        """The text that has become certain. Sets `finish` when the sample is over."""
+        tokens, reason = self.tokens, self.reason
+        end = len(tokens)
+        if reason == "stop":
+            end -= 1  # the token that ended it is no text
+        add, writer = self.detokenizer.add, self.logprob_writer
+        found: list[str] = []
+        while self.fed < end:
+            piece = add((tokens[self.fed],))
+            if writer is not None and (it := self.logprobs[self.fed]) is not None:
+                record = self.detokenizer.record
+                writer.add(tokens[self.fed], record[-1] if record else None, it)
+            self.fed += 1
+            if piece:
+                found.append(piece)
+            if self.detokenizer.stop is not None:
+                self.finish = "stop"
+                return found
+        if reason is not None:
+            if reason == "stop" and writer is not None and (it := self.logprobs[end]) is not None:
+                writer.add(tokens[end], None, it)
+            self.finish = reason
+            piece = self.detokenizer.finish()
+            if self.detokenizer.stop is not None:
+                self.finish = "stop"
+            if piece:
+                found.append(piece)
+        return found
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the answer is made of, the one that ended it included."""
+        return len(self.tokens) if self.reason == "stop" and self.detokenizer.stop is None else self.fed
+
+
+class Part:
+    """One prompt and its samples: what the worker tells about one submitted request."""
+
+    def __init__(self, answer: Answer, prompt: list[int], samples: Sequence[Sample]) -> None:
+        self.answer = answer
+        self.samples: Sequence[Sample] = samples
+        self.num_prompt = len(prompt)
+        self.request_id = 0
+        self.done = False
+        self.submitted_at = 0.0
+        self.admitted_at = 0.0  # first scheduled
+        self.first_at = 0.0
+        self.last_at = 0.0
+        self.stalled_s = [0.0, 0.0]  # before and after the first token
+        self.cached_tokens = 0
+
+    def admitted(self, time: float, cached_tokens: int) -> None:
+        if not self.admitted_at:
+            self.admitted_at = max(time, self.submitted_at)
+            self.cached_tokens = cached_tokens
+            metrics = self.answer.metrics
+            metrics.queue.observe(self.admitted_at - self.submitted_at)
+            metrics.prompt_tokens += self.num_prompt
+            metrics.cached_tokens += cached_tokens
+
+    def stalled(self, seconds: float) -> None:
+        self.stalled_s[1 if self.first_at else 0] += seconds
+
+    def flush(self, time: float) -> bool:
+        metrics = self.answer.metrics
+        if not self.first_at:
+            self._first_token(time)
+        self.last_at = time
+        for sample in self.samples:
+            new = len(sample.tokens) - sample.seen
+            if new and sample.finish is None:
+                metrics.generated_tokens += new
+                if sample.last_at:  # the first token's time is no gap
+                    metrics.inter_token.observe(time - sample.last_at)
+                for _ in range(new - 1):
+                    metrics.inter_token.observe(0.0)  # steps merged into one message
+                sample.last_at = time
+            sample.seen = len(sample.tokens)
+        try:
+            self.done = self.answer.flush(self)
+        except SlowReader:
+            self.answer.cancel("slow_reader")
+            return True
+        except Exception:
+            log.exception("%s: the answer could not be written", self.answer.request_id)
+            self.answer.fail(EngineFailed("internal error"))
+            return True
+        return self.done
+
+    def _first_token(self, time: float) -> None:
+        self.first_at = time
+        if not self.admitted_at:
+            self.admitted_at = self.submitted_at
+        metrics, answer = self.answer.metrics, self.answer
+        metrics.prefill.observe(max(0.0, time - self.admitted_at))
+        metrics.first_token.observe(time - answer.arrived_at)
+
+    def failed(self, error: RequestError) -> None:
+        self.done = True
+        self.answer.fail(error)
+
+
+class Answer:
+    """The response to one request. Subclasses say how text leaves."""
+
+    def __init__(
+        self, work: Work, fmt: Format, wire: Wire, worker: Worker, codec: TextCodec, metrics: Metrics, *, request_id: str, arrived_at: float
+    ) -> None:
+        self.work = work
+        self.format = fmt
+        self.wire = wire
+        self.metrics = metrics
+        self.request_id = request_id
+        self.arrived_at = arrived_at
+        self.ended = False
+        self.parts: list[Part] = []
+        self._worker = worker
+        writer: Callable[[TextCodec], LogprobWriter] = ChatLogprobs if work.endpoint == "chat" else CompletionLogprobs
+        for prompt in work.prompts:
+            first = len(self.parts) * work.num_samples
+            record = work.params.logprobs >= 0
+
+            def sample(index: int, record: bool = record) -> Sample:
+                text = codec.detokenizer(stop=work.stop, include_stop=work.include_stop, strip_space=work.endpoint == "chat", record=record)
+                return Sample(index, text, writer(codec) if record else None)
+
+            samples = [sample(first + i) for i in range(work.num_samples)]
+            self.parts.append(Part(self, prompt, samples))
+
+    def begin(self) -> None:
+        """Send the prompts to the engine."""
+        work = self.work
+        self.metrics.open_requests += 1
+        for part, prompt in zip(self.parts, work.prompts, strict=True):
+            part.submitted_at = now = time.monotonic()
+
+            def make(request_id: int, ids: list[int] = prompt, now: float = now) -> Submit:
+                return Submit(
+                    request_id=request_id,
+                    prompt=pack_ids(ids),
+                    params=work.params,
+                    seed=work.seed,
+                    received=now,
+                    num_samples=work.num_samples,
+                    priority=work.priority,
+                    cache_salt=work.cache_salt,
+                )
+
+            part.request_id = self._worker.submit(make, part)
+
+    def flush(self, part: Part) -> bool:
+        raise NotImplementedError
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"x-request-id", self.request_id.encode())]
+
+    # Ends
+
+    def cancel(self, why: str = "disconnected") -> None:
+        """The client is gone, or as good as gone."""
+        if not self.ended:
+            self._abort_parts()
+            self._end("aborted", why)
+            self.wire.close()
+
+    def fail(self, error: RequestError) -> None:
+        """End with an error: as a status while none is sent, else in the body."""
+        if self.ended:
+            return
+        self._abort_parts()
+        self._end("refused" if error.status < 500 else "failed", error.code or "error")
+        try:
+            if self.wire.started:
+                self.wire.write(b"data: " + error_body(error) + b"\n\n" + DONE, more=False)
+            else:
+                self.wire.respond(error.status, JSON_HEADERS + self.headers() + retry_headers(error), error_body(error))
+        except SlowReader:
+            self.wire.close()
+
+    def _abort_parts(self) -> None:
+        for part in self.parts:
+            if not part.done:
+                part.done = True
+                self._worker.abort(part.request_id)
+
+    def _end(self, outcome: str, detail: str) -> None:
+        self.ended = True
+        metrics = self.metrics
+        metrics.open_requests -= 1
+        metrics.ended(self.work.endpoint, outcome)
+        if log.isEnabledFor(logging.INFO):
+            t = self.timings()
+            log.info(
+                "%s %s %s: prompt %d cached %d completion %d tokens; queue %.1f prefill %.1f decode %.1f total %.1f ms",
+                self.request_id, self.work.endpoint, detail, *self._counts(), t["queue"], t["prefill"], t["decode"], t["total"],
+            )  # fmt: skip
+
+    def _complete(self) -> None:
+        """All parts are done."""
+        reasons = [sample.finish for part in self.parts for sample in part.samples]
+        outcome = "stop" if reasons[0] == "stop" else "length"
+        self.metrics.total.observe(time.monotonic() - self.arrived_at)
+        self._end(outcome, outcome)
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Prompt, cached and completion tokens."""
+        return (
+            sum(part.num_prompt for part in self.parts),
+            sum(part.cached_tokens for part in self.parts),
+            sum(sample.num_tokens for part in self.parts for sample in part.samples),
+        )
+
+    def usage(self) -> dict[str, Any]:
+        prompt, cached, completion = self._counts()
+        return usage(prompt, completion, cached)
+
+    def timings(self) -> dict[str, float]:
+        """Milliseconds; the parts sum to the total. With several prompts, those of the one that ended last."""
+        part = max(self.parts, key=lambda part: part.last_at)
+        marks = [self.arrived_at, part.submitted_at, part.admitted_at, part.first_at, part.last_at, time.monotonic()]
+        for i in range(1, len(marks)):  # a request that ended early has no later marks
+            marks[i] = max(marks[i] or marks[-1], marks[i - 1])
+        # Whole microseconds, so that the sum holds exactly.
+        us = [round(mark * 1e6) for mark in marks]
+        accept, queue, prefill, decode, deliver = (b - a for a, b in pairwise(us))
+        before = min(round(part.stalled_s[0] * 1e6), prefill)
+        after = min(round(part.stalled_s[1] * 1e6), decode)
+        spans = {
+            "accept": accept, "queue": queue, "prefill": prefill - before, "decode": decode - after, "stalled": before + after,
+            "deliver": deliver, "total": us[-1] - us[0],
+        }  # fmt: skip
+        return {name: value / 1000 for name, value in spans.items()}
+
+
+class StreamAnswer(Answer):
+    """Server-sent events: one write a step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for part in self.parts:
+            for sample in part.samples:
+                sample.head, sample.tail = self.format.edges(sample.index)
+        self._opened: set[int] = set()
+
+    def flush(self, part: Part) -> bool:
+        out: list[bytes] = []
+        over = True
+        for sample in part.samples:
+            if sample.finish is not None:
+                continue
+            if sample.seen == 0 and sample.reason is None:
+                over = False
+                continue
+            pieces = sample.pieces()
+            if sample.index not in self._opened:
+                self._opened.add(sample.index)
+                opening = self.format.opening(sample.index)
+                if opening:
+                    out.append(opening)
+            if sample.finish is None:
+                over = False
+                if sample.logprob_writer is None:
+                    for piece in pieces:
+                        out += (sample.head, encode(piece), sample.tail)
+                elif pieces:
+                    out.append(event(self.format.piece(sample.index, "".join(pieces), sample.logprob_writer.take())))
+            elif sample.finish in ("stop", "length"):
+                self._finish(sample, pieces, out)
+            else:
+                self.fail(EngineFailed("the engine ended the request"))
+                return True
+        if over and all(other.done or other is part for other in self.parts):
+            part.done = True
+            self._complete()
+            if self.format.with_usage:
+                out.append(self.format.last(self.usage(), timings=self.timings(), seed=self.work.seed))
+            out.append(DONE)
+            self._write(b"".join(out), more=False)
+        elif out:
+            self._write(b"".join(out), more=True)
+        return over
+
+    def _finish(self, sample: Sample, pieces: list[str], out: list[bytes]) -> None:
+        logprobs = None
+        text = pieces.pop() if pieces else ""
+        if sample.logprob_writer is None:
+            for piece in pieces:
+                out += (sample.head, encode(piece), sample.tail)
+        else:
+            text = "".join((*pieces, text))
+            logprobs = sample.logprob_writer.take()
+        more = {} if self.format.with_usage else {"timings": self.timings()}
+        out.append(self.format.ending(sample.index, text, logprobs, sample.finish or "stop", **more))
+
+    def _write(self, body: bytes, *, more: bool) -> None:
+        if not self.wire.started:
+            self.wire.start(200, STREAM_HEADERS + self.headers())
+        self.wire.write(body, more=more)
+
+
+class WholeAnswer(Answer):
+    """One JSON body at the end."""
+
+    def flush(self, part: Part) -> bool:
+        over = True
+        for sample in part.samples:
+            if sample.finish is None:
+                sample.text += sample.pieces()
+                if sample.finish is None:
+                    over = False
+                elif sample.finish not in ("stop", "length"):
+                    self.fail(EngineFailed("the engine ended the request"))
+                    return True
+        if over and all(other.done or other is part for other in self.parts):
+            part.done = True
+            self._complete()
+            choices = [
+                self.format.choice(
+                    sample.index,
+                    "".join(sample.text),
+                    sample.logprob_writer.take() if sample.logprob_writer else None,
+                    sample.finish or "stop",
+                )
+                for each in self.parts
+                for sample in each.samples
+            ]
+            body = self.format.whole(choices, self.usage(), timings=self.timings(), seed=self.work.seed)
+            self.wire.respond(200, JSON_HEADERS + self.headers(), body)
+        return over
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """int32 ids, little end first."""
+    return array("i", ids).tobytes()
+
+
+def retry_headers(error: RequestError) -> list[tuple[bytes, bytes]]:
+    """When to come again, for refusals that will pass."""
+    return [(b"retry-after", b"1")] if error.status in (429, 503) else []

@@ -1,0 +1,378 @@
+"""The HTTP side: routes, admission of a request, and the small answers. Generation itself leaves through `answer.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, ModelNotFound, QueueFull, RequestError, Unavailable
+from headrace.request import StepEvents
+from headrace.server import protocol
+from headrace.server.answer import JSON_HEADERS, Answer, StreamAnswer, WholeAnswer, Work, retry_headers
+from headrace.server.codec import TextCodec
+from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, encode, error_body
+from headrace.server.messages import Ready
+from headrace.server.metrics import Metrics, exposition
+from headrace.server.wire import Wire
+from headrace.server.worker import Worker
+
+log = logging.getLogger("headrace.http")
+
+Scope = MutableMapping[str, Any]
+INLINE_CHARS = 4096  # longer text is tokenized off the event loop
+MAX_PENDING_TEXTS = 256
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class WrongMediaType(RequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class Disconnected(Exception):
+    """The client left before it had sent everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What the HTTP side needs to know."""
+
+    model_names: tuple[str, ...]  # the first is the one shown
+    max_body_bytes: int = 4 << 20
+    has_priorities: bool = False
+
+
+class Application:
+    """The ASGI application and the state it serves from."""
+
+    def __init__(self, settings: ServerSettings, make_worker: Callable[[Application], Worker], metrics: Metrics | None = None) -> None:
+        self.settings = settings
+        self.metrics = metrics or Metrics()
+        self.codec: TextCodec | None = None
+        self.draining = False
+        self.created = int(time.time())
+        self.answers: set[Answer] = set()
+        self.idle = asyncio.Event()  # set when the last open answer ends
+        self.worker = make_worker(self)
+        self._texts = ThreadPoolExecutor(2, "headrace-text")
+        self._pending_texts = 0
+        self._router = Starlette(
+            routes=[
+                Route("/v1/chat/completions", Generate(self, "chat"), methods=["POST"]),
+                Route("/v1/completions", Generate(self, "completions"), methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/ready", self._ready, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
+            ],
+            exception_handlers={HTTPException: _http_error, RequestError: _request_error, Exception: _internal_error},
+        )
+        # A path with a slash too many is unknown, as everywhere: a redirect would lose a POST's body.
+        self._router.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            scope["headrace.arrived"] = time.monotonic()
+            scope["headrace.request_id"] = _request_id(scope)
+        await self._router(scope, receive, send)
+
+    # What the worker tells
+
+    def on_events(self, events: StepEvents) -> None:
+        if events.stats is not None:
+            self.metrics.observe_step(events.stats)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.worker.ready is not None and self.codec is not None and not self.draining
+
+    @property
+    def limits(self) -> protocol.Limits:
+        """Raises Unavailable or EngineFailed while there are none."""
+        if self.draining:
+            raise Unavailable("the server is shutting down")
+        if self.worker.fatal is not None:
+            raise EngineFailed("the engine has stopped")
+        engine = self.worker.limits
+        if engine is None or self.codec is None:
+            raise Unavailable("the model is still loading")
+        return protocol.Limits(engine.vocab_size, _longest(engine), self.settings.has_priorities)
+
+    def fail_all(self, error: RequestError) -> None:
+        for answer in list(self.answers):
+            answer.fail(error)
+
+    async def off_loop(self, work: Callable[[], list[list[int]]], chars: int) -> list[list[int]]:
+        """Run text work: small at once, large in the pool. Raises QueueFull when the pool is far behind."""
+        if chars <= INLINE_CHARS:
+            return work()
+        if self._pending_texts >= MAX_PENDING_TEXTS:
+            raise QueueFull("too many large prompts are waiting to be tokenized")
+        self._pending_texts += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+        finally:
+            self._pending_texts -= 1
+
+    # Small answers
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        described: dict[str, Any] = {"id": name, "object": "model", "created": self.created, "owned_by": "headrace"}
+        if self.worker.limits is not None:
+            described["max_model_len"] = self.worker.limits.context_length
+        return described
+
+    async def _models(self, request: Request) -> Response:
+        return _json(request, 200, {"object": "list", "data": [self._describe(name) for name in self.settings.model_names]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self.settings.model_names:
+            raise _unknown_model(name)
+        return _json(request, 200, self._describe(name))
+
+    async def _health(self, request: Request) -> Response:
+        if self.worker.fatal is not None:
+            return _json(request, 503, {"status": "failed"})
+        return _json(request, 200, {"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        if self.is_ready:
+            return _json(request, 200, {"status": "ready"})
+        if self.worker.fatal is not None:
+            status = "failed"
+        elif self.draining:
+            status = "draining"
+        else:
+            status = "loading" if self.worker.limits is None or self.codec is None else "restarting"
+        response = _json(request, 503, {"status": status})
+        response.headers["retry-after"] = "1"
+        return response
+
+    async def _metrics(self, request: Request) -> Response:
+        self.metrics.engine_up = self.worker.ready is not None
+        self.metrics.engine_restarts = self.worker.restarts
+        text, content_type = exposition(self.metrics, self.settings.model_names[0], request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type, "x-request-id": request.scope["headrace.request_id"]})
+
+
+class Generate:
+    """One generation endpoint, as a raw ASGI application: it lives as long as the request, and waits for the client to leave."""
+
+    def __init__(self, app: Application, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        app = self._app
+        wire = Wire(send, (scope.get("extensions") or {}).get("headrace.abort"))
+        request_id: str = scope["headrace.request_id"]
+        try:
+            answer = await self._prepare(scope, receive, wire, request_id)
+        except Disconnected:
+            return
+        except RequestError as error:
+            self._refuse(wire, request_id, error)
+            return
+        except Exception:
+            log.exception("%s: request could not be prepared", request_id)
+            self._refuse(wire, request_id, EngineFailed("internal error"))
+            return
+        app.answers.add(answer)
+        app.idle.clear()
+        try:
+            answer.begin()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            answer.cancel()
+            app.answers.discard(answer)
+            if not app.answers:
+                app.idle.set()
+
+    def _refuse(self, wire: Wire, request_id: str, error: RequestError) -> None:
+        self._app.metrics.ended(self._endpoint, "refused" if error.status < 500 or error.status == 503 else "failed")
+        log.info("%s %s refused: %d %s", request_id, self._endpoint, error.status, error.code)
+        headers = [*JSON_HEADERS, (b"x-request-id", request_id.encode()), *retry_headers(error)]
+        if error.status == 413 or self._app.draining:
+            headers.append((b"connection", b"close"))
+        wire.respond(error.status, headers, error_body(error))
+
+    async def _prepare(self, scope: Scope, receive: Any, wire: Wire, request_id: str) -> Answer:
+        app = self._app
+        limits = app.limits
+        body = await _read_body(scope, receive, app.settings.max_body_bytes)
+        limits = app.limits  # again: the body may have taken its time
+        codec = app.codec
+        if codec is None:
+            raise Unavailable("the model is still loading")
+        request: protocol.Common
+        if self._endpoint == "chat":
+            request = chat = protocol.parse_chat(body)
+            asked, logprobs = chat.max_completion_tokens or chat.max_tokens, (chat.top_logprobs or 0) if chat.logprobs else -1
+            messages = protocol.chat_messages(chat)
+            texts = [message["content"] for message in messages]
+            self._check_model(request)
+            chars = self._check_texts(codec, texts, limits.context_length)
+            prompts = await app.off_loop(lambda: [codec.encode_chat(messages)], chars)
+        else:
+            request = completion = protocol.parse_completion(body)
+            asked = completion.max_tokens or protocol.COMPLETION_TOKENS
+            logprobs = -1 if completion.logprobs is None else completion.logprobs
+            self._check_model(request)
+            given = protocol.completion_prompts(completion, limits.vocab_size)
+            chars = self._check_texts(codec, [each for each in given if isinstance(each, str)], limits.context_length)
+            prompts = await app.off_loop(
+                lambda: [codec.encode(each, add_special=True) if isinstance(each, str) else each for each in given], chars
+            )
+        if request.truncate_prompt_tokens is not None:
+            prompts = [ids[-request.truncate_prompt_tokens :] for ids in prompts]
+        max_tokens = _max_tokens(prompts, asked, limits.context_length)
+        stream = bool(request.stream)
+        salt = request.cache_salt or ""
+        if request.cache_prompt is False:
+            salt = f"{salt}/{random.getrandbits(64):x}"  # shares blocks with nobody
+        work = Work(
+            endpoint=self._endpoint,
+            prompts=prompts,
+            params=protocol.sampling_params(request, limits, max_tokens, logprobs),
+            seed=protocol.draw_seed(request),
+            num_samples=protocol.num_samples(request),
+            stop=protocol.stop_strings(request),
+            include_stop=bool(request.include_stop_str_in_output),
+            stream=stream,
+            priority=request.priority or 0,
+            cache_salt=salt,
+        )
+        options = request.stream_options
+        kind: type[Format] = ChatFormat if self._endpoint == "chat" else CompletionFormat
+        fmt = kind(
+            f"{random.getrandbits(96):024x}",
+            int(time.time()),
+            request.model or app.settings.model_names[0],
+            with_usage=bool(options is not None and options.include_usage),
+        )
+        make: type[Answer] = StreamAnswer if stream else WholeAnswer
+        return make(work, fmt, wire, app.worker, codec, app.metrics, request_id=request_id, arrived_at=scope["headrace.arrived"])
+
+    def _check_model(self, request: protocol.Common) -> None:
+        if request.model is not None and request.model not in self._app.settings.model_names:
+            raise _unknown_model(request.model)
+
+    def _check_texts(self, codec: TextCodec, texts: list[str], limit: int) -> int:
+        """Refuse what is far too long before working on it. Returns the characters in all."""
+        for text in texts:
+            if len(text) > INLINE_CHARS and (least := codec.min_tokens(text)) > limit:
+                raise ContextLengthExceeded(
+                    f"the prompt has at least {least} tokens: prompt and answer together may have {limit}", param="prompt"
+                )
+        return sum(map(len, texts))
+
+
+def _longest(engine: Ready) -> int:
+    """Tokens a request can have: what the model knows, and what the KV pool holds."""
+    return min(engine.context_length, engine.num_blocks * engine.block_tokens)
+
+
+def _max_tokens(prompts: list[list[int]], asked: int | None, limit: int) -> int:
+    """The answer's length limit. Raises InvalidRequest or ContextLengthExceeded."""
+    for ids in prompts:
+        if not ids:
+            raise InvalidRequest("prompt: it has no tokens", param="prompt")
+    longest = max(len(ids) for ids in prompts)
+    if longest >= limit:
+        raise ContextLengthExceeded(
+            f"the prompt has {longest} tokens and leaves no room for an answer: prompt and answer together may have {limit}", param="prompt"
+        )
+    if asked is None:
+        return limit - longest
+    if longest + asked > limit:
+        raise ContextLengthExceeded(
+            f"the prompt has {longest} tokens and max_tokens asks for {asked}, {longest + asked} in all: "
+            f"prompt and answer together may have {limit}",
+            param="max_tokens",
+        )
+    return asked
+
+
+def _unknown_model(name: str) -> ModelNotFound:
+    return ModelNotFound(f"the model {name[:100]!r} is not served here", param="model")
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            if isinstance(text, str) and _REQUEST_ID.fullmatch(text):
+                return text
+    return f"req-{random.getrandbits(96):024x}"
+
+
+async def _read_body(scope: Scope, receive: Any, limit: int) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise BodyTooLarge(f"the body has {int(value)} bytes, expected at most {limit}")
+        if name == b"content-encoding" and value.lower() != b"identity":
+            raise WrongMediaType("content-encoding: a compressed body is not accepted")
+        if name == b"content-type" and not value.lower().startswith(b"application/json"):
+            raise WrongMediaType("content-type: expected application/json")
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise BodyTooLarge(f"the body has more than {limit} bytes")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _json(request: Request, status: int, value: Any) -> Response:
+    headers = {"x-request-id": request.scope["headrace.request_id"]}
+    return Response(encode(value), status, media_type="application/json", headers=headers)
+
+
+def _error(request: Request, status: int, body: bytes, more: dict[str, str] | None = None) -> Response:
+    headers = {"x-request-id": request.scope["headrace.request_id"], **(more or {})}
+    return Response(body, status, media_type="application/json", headers=headers)
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    refusal = error if isinstance(error, RequestError) else EngineFailed("internal error")
+    return _error(request, refusal.status, error_body(refusal))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404, 405 and whatever else the router says, in the form of all errors."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text = {404: "no such route", 405: "method not allowed on this route"}.get(status, "bad request")
+    refusal = RequestError(
+        f"{request.method} {request.url.path[:100]}: {text}", code={404: "not_found", 405: "method_not_allowed"}.get(status)
+    )
+    headers = {name: value for name, value in (getattr(error, "headers", None) or {}).items() if name.lower() == "allow"}
+    return _error(request, status, error_body(refusal), headers)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    log.error("%s: internal error", request.scope.get("headrace.request_id"), exc_info=error)
+    return _error(request, 500, error_body(EngineFailed("internal error")))

@@ -1,0 +1,106 @@
+"""The life of an engine process: greets, has the model loaded, then runs the step loop until the API process goes away.
+
+It is started by `worker.py` with one end of a socketpair, and it outlives its parent by nothing: the kernel kills it when the parent
+dies, and the closed socket ends it otherwise. Stop signals are the parent's business (a terminal sends them to both).
+Which model and which engine is not said here: `main` takes the function that builds them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from headrace.errors import HeadraceError
+from headrace.request import Command, StepEvents
+from headrace.server.channel import Channel, PeerGone, expect_hello
+from headrace.server.messages import EngineSettings, Fatal, Hello, Ready, check_version
+
+_PR_SET_PDEATHSIG = 1
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine (`headrace.engine.loop.Engine`, or a scripted one in tests)."""
+
+    @property
+    def is_idle(self) -> bool:
+        """`step` would do nothing until the next command."""
+
+    def apply(self, command: Command) -> StepEvents | None:
+        """Take in one command; a refusal is an event."""
+
+    def step(self) -> StepEvents | None:
+        """Advance once."""
+
+
+def serve(engine: EngineLike, channel: Channel) -> None:
+    """Serve until the API process goes away (PeerGone). Sleeps only when there is nothing to do, and never spins."""
+    while True:
+        for command in channel.receive(wait=engine.is_idle):
+            if isinstance(command, Hello):
+                continue
+            events = engine.apply(command)
+            if events is not None:
+                channel.publish(events)
+        if not engine.is_idle:
+            events = engine.step()
+            if events is not None:
+                channel.publish(events)
+
+
+Builder = Callable[[EngineSettings, int], tuple[EngineLike, Ready]]  # (settings, descriptor for packed weights or -1); raises HeadraceError
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent does die; leave now if that has happened already."""
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def run(build: Builder, sock: socket.socket, weights_fd: int = -1) -> int:
+    """The life of an engine process on its end of the socketpair. Returns the exit code."""
+    channel = Channel(sock)
+    started = time.monotonic()
+    try:
+        hello = expect_hello(channel)
+        try:
+            check_version(hello.protocol)
+            engine, ready = build(hello.settings, weights_fd)
+        except HeadraceError as error:
+            channel.send(Fatal(type(error).__name__, str(error)))
+            return 2
+        except MemoryError:
+            channel.send(Fatal("MemoryBudgetExceeded", "the machine has no memory left for the model"))
+            return 2
+        ready.load_seconds = time.monotonic() - started
+        # Everything loaded so far lives as long as the process: no collection need ever walk it again.
+        gc.collect()
+        gc.freeze()
+        channel.send(ready)
+        serve(engine, channel)
+    except PeerGone:
+        return 0
+    return 0
+
+
+def main(build: Builder, arguments: list[str]) -> int:
+    """Entry point of an engine process. Returns the exit code."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="headrace-engine", description=__doc__)
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--weights", type=int, default=-1)
+    parser.add_argument("--parent", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_IGN)
+    if options.parent:
+        die_with_parent(options.parent)
+    return run(build, socket.socket(fileno=options.socket), options.weights)

@@ -1,0 +1,99 @@
+"""The HTTP server: uvicorn with limits on headers, refusals in the one error form, and our own way of stopping."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from headrace.errors import RequestError
+from headrace.server.formats import error_body
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_HEADERS = 128
+MAX_URL_BYTES = 8 << 10
+
+
+class _HeaderLimit(Exception):
+    """Raised inside the parser's callbacks to stop it."""
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Counts header bytes before they are kept, and lets a response break its connection off."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_headers = False
+        self._header_bytes = 0
+        self._refusal = (400, "the request is not valid HTTP")
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_headers and not self.transport.is_closing():
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._refusal = (431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers = True
+        self._header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._refusal = (414, f"the URL has more than {MAX_URL_BYTES} bytes")
+            raise _HeaderLimit
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            self._refusal = (431, f"there are more than {MAX_HEADERS} headers")
+            raise _HeaderLimit
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        scope["extensions"] = {"headrace.abort": self.transport.abort}
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        status, text = self._refusal
+        body = error_body(RequestError(text))
+        self.transport.write(
+            STATUS_LINE[status]
+            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+            + str(len(body)).encode()
+            + b"\r\n\r\n"
+            + body
+        )
+        self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """Runs in a loop somebody else made; signals are that one's business too."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: Any, *, backlog: int = 2048, keep_alive_s: int = 30) -> HttpServer:
+    config = uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=backlog,
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=2,
+    )
+    return HttpServer(config)

@@ -1,0 +1,372 @@
+"""The API process's end of the engine: starts it, sends requests, hands out what each step did, and starts it again when it dies.
+
+All methods run on the event loop's thread. The table of open requests holds what a fresh engine needs to go on: the submitted request
+and, per sample, the ids that came back. A request that was open at two crashes in a row is ended with an error instead of a third try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from headrace import errors
+from headrace.errors import EngineFailed, HeadraceError, RequestError
+from headrace.request import PROTOCOL_VERSION, Abort, FinishReason, StepEvents, Submit, TokenLogprob
+from headrace.server.messages import (
+    EngineSettings,
+    Fatal,
+    Frames,
+    Hello,
+    ProtocolError,
+    Ready,
+    check_version,
+    event_decoder,
+    fatal_error,
+    frame,
+)
+
+log = logging.getLogger("headrace.worker")
+
+ENGINE_COMMAND = (sys.executable, "-m", "headrace.cli.engine_process")
+_SEND_BUFFER_BYTES = 1 << 20
+_MAX_CRASHES = 3  # in _CRASH_WINDOW_S; one more is not bad luck
+_CRASH_WINDOW_S = 60.0
+_MAX_REQUEST_CRASHES = 2
+
+
+class OpenSample:
+    """What has come back of one sample. The worker only appends; the listener reads in `flush`. `reason` is the engine's own."""
+
+    __slots__ = ("logprobs", "reason", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: array[int] = array("i")
+        self.logprobs: list[TokenLogprob | None] = []
+        self.reason: FinishReason | None = None
+
+
+class Listener(Protocol):
+    """Hears about one submitted request. Called on the event loop, and must not raise."""
+
+    @property
+    def samples(self) -> Sequence[OpenSample]: ...
+
+    def admitted(self, time: float, cached_tokens: int) -> None:
+        """Scheduled for the first time (again after a crash)."""
+
+    def stalled(self, seconds: float) -> None:
+        """It ran again after that much lost time."""
+
+    def flush(self, time: float) -> bool:
+        """Samples got tokens or reasons in a step that ended at `time`. True: it is over, whatever the engine still does."""
+
+    def failed(self, error: RequestError) -> None:
+        """It ends here."""
+
+
+class _Entry:
+    __slots__ = ("crashes", "listener", "lost_at", "samples", "submit")
+
+    def __init__(self, submit: Submit, listener: Listener) -> None:
+        self.submit = submit
+        self.samples = listener.samples
+        self.listener = listener
+        self.crashes = 0
+        self.lost_at = 0.0  # when a crash interrupted it; 0: it runs or waits undisturbed
+
+
+class _EngineSocket(asyncio.Protocol):
+    def __init__(self, worker: Worker, generation: int) -> None:
+        self._worker = worker
+        self._generation = generation
+        self._frames = Frames()
+
+    def data_received(self, data: bytes) -> None:
+        worker = self._worker
+        if self._generation != worker.generation:
+            return
+        try:
+            for message in self._frames.feed(data):
+                worker.on_message(event_decoder.decode(message))
+        except (ProtocolError, msgspec.DecodeError):
+            log.exception("engine process sent what is not the protocol")
+            worker.kill_engine()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._generation == self._worker.generation:
+            self._worker.on_lost()
+
+
+class Worker:
+    """One engine process and the requests it has."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        on_ready: Callable[[Ready], None] = lambda ready: None,
+        on_fatal: Callable[[HeadraceError], None] = lambda error: None,
+        on_events: Callable[[StepEvents], None] = lambda events: None,
+        watchdog_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.ready: Ready | None = None  # None: loading, restarting or gone
+        self.limits: Ready | None = None  # what the engine said first; stays through restarts
+        self.generation = 0
+        self.restarts = 0
+        self.fatal: HeadraceError | None = None
+        self._command = command
+        self._on_ready = on_ready
+        self._on_fatal = on_fatal
+        self._on_events = on_events
+        self._watchdog_s = watchdog_s
+        self._clock = clock
+        self._table: dict[int, _Entry] = {}
+        self._next_id = 1
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._crash_times: list[float] = []
+        self._closing = False
+        self._heard = 0.0  # when the engine last said anything, or was given work while idle
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._weights_fd = -1
+        self._connecting: asyncio.Task[None] | None = None
+
+    # Life of the process
+
+    def spawn(self) -> None:
+        """Start the engine process. Needs no event loop, so it can be the very first thing a server does."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            if self._weights_fd < 0:
+                # Packed weights outlive an engine process: the next one packs nothing.
+                self._weights_fd = os.memfd_create("headrace-weights", os.MFD_CLOEXEC)
+            arguments = ["--socket", str(theirs.fileno()), "--weights", str(self._weights_fd), "--parent", str(os.getpid())]
+            self._process = subprocess.Popen(
+                [*self._command, *arguments], pass_fds=(theirs.fileno(), self._weights_fd), stdin=subprocess.DEVNULL, close_fds=True
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._sock = ours
+        self.generation += 1
+
+    async def connect(self) -> None:
+        """Take the spawned process into the running event loop and greet it."""
+        if self._sock is None:
+            self.spawn()
+        sock, self._sock = self._sock, None
+        generation = self.generation
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_unix_connection(lambda: _EngineSocket(self, generation), sock=sock)
+        self._transport = transport
+        self._heard = self._clock()
+        transport.write(frame(Hello(PROTOCOL_VERSION, self.settings)))
+        if self._watchdog is None and self._watchdog_s:
+            self._watchdog = loop.call_later(1.0, self._watch)
+
+    async def close(self) -> None:
+        """End the engine process and wait for it. Open requests are failed."""
+        self._closing = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._transport is not None:
+            self._transport.close()
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        process = self._process
+        if process is not None:
+            for _ in range(200):
+                if process.poll() is not None:
+                    break
+                await asyncio.sleep(0.01)
+            else:
+                process.kill()
+                process.wait()
+        if self._weights_fd >= 0:
+            os.close(self._weights_fd)
+            self._weights_fd = -1
+        self.ready = None
+        self._fail_all(errors.Unavailable("the server is shutting down"))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def kill_engine(self) -> None:
+        """End the engine process now; what follows is the same as after a crash."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+
+    # Requests
+
+    @property
+    def num_open(self) -> int:
+        return len(self._table)
+
+    def submit(self, make: Callable[[int], Submit], listener: Listener) -> int:
+        """Send a request to the engine, or keep it until the engine is back. Returns its id."""
+        request_id = self._next_id
+        self._next_id += 1
+        if self.fatal is not None:
+            raise EngineFailed("the engine has stopped")
+        submit = make(request_id)
+        if not self._table:
+            self._heard = self._clock()
+        self._table[request_id] = _Entry(submit, listener)
+        if self.ready is not None and self._transport is not None:
+            self._transport.write(frame(submit))
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Forget a request and tell the engine. Unknown ids are ignored."""
+        if self._table.pop(request_id, None) is not None and self.ready is not None and self._transport is not None:
+            self._transport.write(frame(Abort(request_id)))
+
+    # What the engine says
+
+    def on_message(self, message: Ready | Fatal | StepEvents) -> None:
+        self._heard = self._clock()
+        if type(message) is StepEvents:
+            self._dispatch(message)
+        elif isinstance(message, Ready):
+            check_version(message.protocol)
+            self.ready = self.limits = message
+            for entry in self._table.values():
+                self._resubmit(entry)
+            self._on_ready(message)
+        elif isinstance(message, Fatal):
+            self._give_up(fatal_error(message))
+
+    def _dispatch(self, events: StepEvents) -> None:
+        table = self._table
+        touched: dict[int, _Entry] = {}
+        if events.logprobs:
+            for request_id, sample, token, logprob in zip(events.request_ids, events.samples, events.tokens, events.logprobs, strict=True):
+                entry = table.get(request_id)
+                if entry is not None:
+                    target = entry.samples[sample]
+                    if target.reason is None:
+                        target.tokens.append(token)
+                        target.logprobs.append(logprob)
+                        touched[request_id] = entry
+        else:
+            for request_id, sample, token in zip(events.request_ids, events.samples, events.tokens, strict=True):
+                entry = table.get(request_id)
+                if entry is not None:
+                    target = entry.samples[sample]
+                    if target.reason is None:
+                        target.tokens.append(token)
+                        touched[request_id] = entry
+        for request_id, at, cached in events.admitted:
+            entry = table.get(request_id)
+            if entry is not None:
+                if entry.lost_at:
+                    entry.listener.stalled(max(0.0, at - entry.lost_at))
+                    entry.lost_at = 0.0
+                entry.listener.admitted(at, cached)
+        for request_id, seconds in events.stalled:
+            entry = table.get(request_id)
+            if entry is not None:
+                entry.listener.stalled(seconds)
+        for request_id, sample, reason in events.finished:
+            entry = table.get(request_id)
+            if entry is not None and entry.samples[sample].reason is None:
+                entry.samples[sample].reason = reason
+                touched[request_id] = entry
+        for refusal in events.refused:
+            entry = table.pop(refusal.request_id, None)
+            if entry is not None:
+                kind = getattr(errors, refusal.kind, EngineFailed)
+                entry.listener.failed(kind(refusal.message, param=refusal.param))
+        self._on_events(events)
+        at = events.time
+        for request_id, entry in touched.items():
+            if entry.listener.flush(at) and request_id in table:
+                if any(sample.reason is None for sample in entry.samples):
+                    self.abort(request_id)  # ended by its text (a stop string): the engine is still at it
+                else:
+                    del table[request_id]
+
+    # Crashes
+
+    def on_lost(self) -> None:
+        """The socket is closed: the process is dead or about to be."""
+        if self._closing or self.fatal is not None:
+            return
+        was_ready, self.ready, self._transport = self.ready, None, None
+        code = self._reap()
+        now = self._clock()
+        self._crash_times = [t for t in self._crash_times if now - t < _CRASH_WINDOW_S] + [now]
+        if was_ready is None or len(self._crash_times) > _MAX_CRASHES:
+            self._give_up(HeadraceError(f"the engine process ended with code {code}" + ("" if was_ready else " while loading")))
+            return
+        log.error("the engine process ended with code %s; starting another for %d open requests", code, len(self._table))
+        for request_id, entry in list(self._table.items()):
+            entry.crashes += 1
+            if entry.crashes >= _MAX_REQUEST_CRASHES:
+                del self._table[request_id]
+                entry.listener.failed(EngineFailed("the engine failed twice while it ran this request"))
+            elif not entry.lost_at:
+                entry.lost_at = now
+        self.restarts += 1
+        try:
+            self.spawn()
+        except OSError as error:
+            self._give_up(HeadraceError(f"the engine process cannot be started: {error}"))
+            return
+        self._connecting = asyncio.get_running_loop().create_task(self.connect())
+
+    def _resubmit(self, entry: _Entry) -> None:
+        emitted = tuple(sample.tokens.tobytes() for sample in entry.samples)
+        submit = msgspec.structs.replace(entry.submit, emitted=emitted) if any(emitted) else entry.submit
+        if self._transport is not None:
+            self._transport.write(frame(submit))
+
+    def _reap(self) -> int | None:
+        if self._process is None:
+            return None
+        try:
+            return self._process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _watch(self) -> None:
+        """Kill an engine that has work and says nothing: a hung step is a crash."""
+        self._watchdog = asyncio.get_running_loop().call_later(1.0, self._watch)
+        if self.ready is not None and self._table and self._clock() - self._heard > self._watchdog_s:
+            log.error("the engine has said nothing for %.0f s with %d open requests", self._watchdog_s, len(self._table))
+            self.kill_engine()
+
+    def _give_up(self, error: HeadraceError) -> None:
+        if self.fatal is None:
+            self.fatal = error
+            self.ready = None
+            self._fail_all(EngineFailed("the engine has stopped"))
+            self._on_fatal(error)
+
+    def _fail_all(self, error: RequestError) -> None:
+        table, self._table = self._table, {}
+        for entry in table.values():
+            entry.listener.failed(error)
