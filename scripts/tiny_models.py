@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {
     ),
     "qwen3": (
         {"model_type": "qwen3", "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 32,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 100,
+         "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 100,
          "use_sliding_window": False, "rms_norm_eps": 1e-6}, torch.float32, 1,
     ),
     "mistral": (
