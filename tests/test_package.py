@@ -35,6 +35,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "executors": (VOCABULARY | {"engine.plan", "engine.executor", "executors", "models", "kernels", "_native"}, {"numpy"}),
     "executors.torch": (VOCABULARY | {"engine.plan", "engine.executor", "models"}, {"numpy", "torch"}),
     "models": (VOCABULARY - {"request"} | {"models", "kernels", "_native"}, {"numpy"}),
+    "models.hub": ({"errors"}, {"huggingface_hub"}),
+    "machine": (set(), set()),
     # A GGUF file carries vocabulary and template; that reader is the one thing text needs of models.
     "text": ({"errors", "config", "text", "models.gguf"}, {"numpy", "tokenizers", "jinja2"}),
     "server": (VOCABULARY | {"server", "text"}, {"starlette", "uvicorn", "msgspec", "prometheus_client", "numpy"}),
