@@ -147,7 +147,7 @@ def test_every_package_has_an_init_and_the_types_are_shipped() -> None:
 
 def test_dependencies_are_imported_and_imports_are_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = {name for extra in ("report", "torch") for name in project["optional-dependencies"][extra]}
+    optional = {name for extra in ("report", "torch", "hub") for name in project["optional-dependencies"][extra]}
     declared = {re.match(r"[\w-]+", name).group().replace("-", "_") for name in [*project["dependencies"], *optional]}  # type: ignore[union-attr]
     used = {name.partition(".")[0] for module in MODULES for name in imports(module)} - sys.stdlib_module_names - {"headrace"}
     assert used <= declared, f"imported, not in pyproject.toml: {used - declared}"

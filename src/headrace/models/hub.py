@@ -51,9 +51,9 @@ def resolve_model(reference: str | None, offline: bool | None = None) -> Path:
 
 def _from_hub(repository: str, file: str, offline: bool | None) -> Path:
     try:
-        import huggingface_hub  # a second of imports that only hub ids pay for
+        import huggingface_hub  # an extra, and a second of imports that only hub ids pay for
     except ImportError:
-        raise UsageError(f"model: {repository} is a hub id; install huggingface-hub, or download it and give the path") from None
+        raise UsageError(f"model: {repository} is a hub id, which needs: pip install huggingface-hub. Or give a path") from None
     if offline is None:
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     try:
