@@ -130,7 +130,20 @@ void bind_program(nb::module_& m) {
             p.set_blocks(row, first, ids.data(), static_cast<int>(ids.size()));
           },
           "row"_a, "first"_a, "ids"_a)
-      .def("append", &Program::append, "row"_a, "token"_a)
+      .def(
+          "append",
+          [](Program& p, int row, int32_t token) {
+            check(row >= 0 && row < p.limits().max_rows && token >= 0 && token < p.vocab(), "[Program.append] out of range");
+            p.append(row, token);
+          },
+          "row"_a, "token"_a)
+      .def(
+          "truncate",
+          [](Program& p, int row, int num_tokens) {
+            check(row >= 0 && row < p.limits().max_rows && num_tokens >= 1, "[Program.truncate] out of range");
+            p.truncate(row, num_tokens);
+          },
+          "row"_a, "num_tokens"_a)
       .def(
           "forward",
           [](Program& p, const std::vector<int32_t>& chunks, const std::vector<int32_t>& copies) {

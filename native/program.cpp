@@ -189,7 +189,13 @@ void Program::set_blocks(int row, int first, const int32_t* ids, int count) {
 
 void Program::append(int row, int32_t token) {
   Row& state = rows_[static_cast<size_t>(row)];
+  if (state.num_tokens > limits_.context) return;  // the array holds one more than the context: the last token is never computed
   tokens_.as<int32_t>()[row * (limits_.context + 1) + state.num_tokens++] = token;
+}
+
+void Program::truncate(int row, int num_tokens) {
+  Row& state = rows_[static_cast<size_t>(row)];
+  state.num_tokens = std::min(state.num_tokens, num_tokens);
 }
 
 // --- a step ---

@@ -88,6 +88,7 @@ class Program {
   void set_row(int row, const int32_t* tokens, int64_t count, int64_t num_prompt, RowParams params);
   void set_blocks(int row, int first, const int32_t* ids, int count);
   void append(int row, int32_t token);
+  void truncate(int row, int num_tokens);  // forgets the tokens after
 
   // --- a step: chunks [n][4] = row, start, stop, logits_start; copies [m][2] = block from, to. Returns rows of logits. ---
   int64_t forward(const int32_t* chunks, int num_chunks, const int32_t* copies, int num_copies);
