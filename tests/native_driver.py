@@ -20,7 +20,9 @@ GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 class Driver:
     """Rows 0.. hold prompts; `run` computes them in the given chunks and then decodes, all rows together."""
 
-    def __init__(self, model: object, threads: int = 2, context: int = 512, blocks: int = 600, max_tokens: int = 1024, seed: int = 0) -> None:
+    def __init__(
+        self, model: object, threads: int = 2, context: int = 512, blocks: int = 600, max_tokens: int = 1024, seed: int = 0
+    ) -> None:
         config = EngineConfig(context_length=context, num_blocks=blocks, max_batch_size=64, max_batch_tokens=max_tokens)
         self.executor = NativeExecutor(model, config, threads)  # type: ignore[arg-type]
         self.free = list(range(blocks))

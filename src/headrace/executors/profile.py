@@ -32,10 +32,16 @@ class Limits:
     int8: float  # multiply-adds/s
     bf16: float
 
-    @classmethod
-    def measure(cls, threads: int, seconds: float = 0.4) -> Limits:
-        found = native.bench_limits(threads=threads, mib=512, seconds=seconds)
-        return cls(found["read_GBps"] * 1e9, found["int8_GMACps"] * 1e9, found["bf16_GMACps"] * 1e9)
+
+class Windows:
+    """Measures the limits in short windows; the buffer it reads is larger than any cache."""
+
+    def __init__(self, threads: int, mib: int = 512) -> None:
+        self._native = native.Limits(threads, mib)
+
+    def now(self, seconds: float = 0.15) -> Limits:
+        n = self._native
+        return Limits(max(n.read(seconds) for _ in range(3)) * 1e9, n.int8(seconds / 2) * 1e9, n.bf16(seconds / 2) * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,9 @@ def _attention_cost(config: ModelConfig, chunks: list[Chunk]) -> Cost:
     window = config.sliding_window or 1 << 60
     pairs = sum(min(position + 1, window) for chunk in chunks for position in range(chunk.start, chunk.stop))
     keys = sum(min(chunk.stop, window + chunk.num_tokens) for chunk in chunks)
-    return Cost({"bf16": float(2 * pairs * config.num_heads * config.head_dim * config.num_layers)}, float(keys * config.kv_bytes_per_token))
+    return Cost(
+        {"bf16": float(2 * pairs * config.num_heads * config.head_dim * config.num_layers)}, float(keys * config.kv_bytes_per_token)
+    )
 
 
 @dataclass(slots=True)
@@ -101,6 +109,7 @@ class Bench:
         self.executor = executor
         self.threads = threads
         self.random = random.Random(seed)
+        self.windows = Windows(threads)
 
     def prefill(self, tokens: int, rounds: int = 5) -> Measured:
         """One prompt in one step."""
@@ -141,7 +150,7 @@ class Bench:
         samples: list[float] = []
         ratios: list[float] = []
         shares: dict[str, list[float]] = {}
-        limits: list[Limits] = [Limits.measure(self.threads)]
+        limits: list[Limits] = [self.windows.now()]
         for _ in range(rounds):
             times: list[float] = []
             for _ in range(repeat):
@@ -160,7 +169,7 @@ class Bench:
             for operation, seconds, _ in program.times():
                 shares.setdefault(operation, []).append(seconds / max(1, repeat // 3))
             program.profile(False)
-            limits.append(Limits.measure(self.threads))
+            limits.append(self.windows.now())
             near = Limits(*(max(getattr(limits[-2], f), getattr(limits[-1], f)) for f in ("read", "int8", "bf16")))
             bound = sum(cost.seconds(near) for cost in costs.values())
             ratios.append(bound / (steps[-1] + (statistics.median(samples) if samples else 0.0)))
