@@ -154,10 +154,14 @@ class HeaderReader:
             by_hand = 1 if run >= 32 else min(2 * by_hand, 4096)
             done += run
             for i in range(done, min(count, done + by_hand)):
-                length = self.scalar(U64, key)
-                if length > self.room:
-                    raise ModelError(self.file.path, key, f"string {i} of {length} bytes does not fit in the {self.room} that remain")
-                self.need(length, key)
+                if len(self.data) - self.pos < 8:
+                    self.need(8, key)
+                (length,) = U64.unpack_from(self.data, self.pos)
+                self.pos += 8
+                if length > len(self.data) - self.pos:
+                    if length > self.room:
+                        raise ModelError(self.file.path, key, f"string {i} of {length} bytes does not fit in the {self.room} that remain")
+                    self.need(length, key)
                 starts[i], lengths[i] = self.pos, length
                 self.pos += length
                 done += 1
