@@ -17,7 +17,7 @@ from typing import Any
 from headrace.errors import EngineFailed, RequestError
 from headrace.request import SamplingParams, Submit
 from headrace.server.codec import Detokenizer, TextCodec
-from headrace.server.formats import DONE, Endpoint, Format, encode, error_body, event, usage
+from headrace.server.formats import DONE, Endpoint, Format, error_body, usage
 from headrace.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
 from headrace.server.metrics import Metrics
 from headrace.server.wire import SlowReader, Wire
@@ -117,6 +117,9 @@ class Part:
         self.last_at = 0.0
         self.stalled_s = [0.0, 0.0]  # before and after the first token
         self.cached_tokens = 0
+        # The common case, which must be cheap: the only sample gets one token, and no stop string nor log-probability is to be looked at.
+        plain = len(samples) == 1 and not answer.work.stop and samples[0].logprob_writer is None
+        self.quick = samples[0] if plain else None
 
     def admitted(self, time: float, cached_tokens: int) -> None:
         if not self.admitted_at:
@@ -131,6 +134,28 @@ class Part:
         self.stalled_s[1 if self.first_at else 0] += seconds
 
     def flush(self, time: float) -> bool:
+        try:
+            sample = self.quick
+            if sample is not None and sample.reason is None and len(sample.tokens) == sample.seen + 1 and sample.seen:
+                metrics = self.answer.metrics
+                metrics.generated_tokens += 1
+                metrics.inter_token.observe(time - sample.last_at)
+                self.last_at = sample.last_at = time
+                sample.seen += 1
+                self.answer.next_token(sample)
+                return False
+            self._count(time)
+            self.done = self.answer.flush(self)
+        except SlowReader:
+            self.answer.cancel("slow_reader")
+            return True
+        except Exception:
+            log.exception("%s: the answer could not be written", self.answer.request_id)
+            self.answer.fail(EngineFailed("internal error"))
+            return True
+        return self.done
+
+    def _count(self, time: float) -> None:
         metrics = self.answer.metrics
         if not self.first_at:
             self._first_token(time)
@@ -145,16 +170,6 @@ class Part:
                     metrics.inter_token.observe(0.0)  # steps merged into one message
                 sample.last_at = time
             sample.seen = len(sample.tokens)
-        try:
-            self.done = self.answer.flush(self)
-        except SlowReader:
-            self.answer.cancel("slow_reader")
-            return True
-        except Exception:
-            log.exception("%s: the answer could not be written", self.answer.request_id)
-            self.answer.fail(EngineFailed("internal error"))
-            return True
-        return self.done
 
     def _first_token(self, time: float) -> None:
         self.first_at = time
@@ -218,6 +233,11 @@ class Answer:
             part.request_id = self._worker.submit(make, part)
 
     def flush(self, part: Part) -> bool:
+        """Deliver what is new. True: the part is over."""
+        raise NotImplementedError
+
+    def next_token(self, sample: Sample) -> None:
+        """Deliver the one token that came for a sample which goes on."""
         raise NotImplementedError
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -299,103 +319,6 @@ class Answer:
             "deliver": deliver, "total": us[-1] - us[0],
         }  # fmt: skip
         return {name: value / 1000 for name, value in spans.items()}
-
-
-class StreamAnswer(Answer):
-    """Server-sent events: one write a step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for part in self.parts:
-            for sample in part.samples:
-                sample.head, sample.tail = self.format.edges(sample.index)
-        self._opened: set[int] = set()
-
-    def flush(self, part: Part) -> bool:
-        out: list[bytes] = []
-        over = True
-        for sample in part.samples:
-            if sample.finish is not None:
-                continue
-            if sample.seen == 0 and sample.reason is None:
-                over = False
-                continue
-            pieces = sample.pieces()
-            if sample.index not in self._opened:
-                self._opened.add(sample.index)
-                opening = self.format.opening(sample.index)
-                if opening:
-                    out.append(opening)
-            if sample.finish is None:
-                over = False
-                if sample.logprob_writer is None:
-                    for piece in pieces:
-                        out += (sample.head, encode(piece), sample.tail)
-                elif pieces:
-                    out.append(event(self.format.piece(sample.index, "".join(pieces), sample.logprob_writer.take())))
-            elif sample.finish in ("stop", "length"):
-                self._finish(sample, pieces, out)
-            else:
-                self.fail(EngineFailed("the engine ended the request"))
-                return True
-        if over and all(other.done or other is part for other in self.parts):
-            part.done = True
-            self._complete()
-            if self.format.with_usage:
-                out.append(self.format.last(self.usage(), timings=self.timings(), seed=self.work.seed))
-            out.append(DONE)
-            self._write(b"".join(out), more=False)
-        elif out:
-            self._write(b"".join(out), more=True)
-        return over
-
-    def _finish(self, sample: Sample, pieces: list[str], out: list[bytes]) -> None:
-        logprobs = None
-        text = pieces.pop() if pieces else ""
-        if sample.logprob_writer is None:
-            for piece in pieces:
-                out += (sample.head, encode(piece), sample.tail)
-        else:
-            text = "".join((*pieces, text))
-            logprobs = sample.logprob_writer.take()
-        more = {} if self.format.with_usage else {"timings": self.timings()}
-        out.append(self.format.ending(sample.index, text, logprobs, sample.finish or "stop", **more))
-
-    def _write(self, body: bytes, *, more: bool) -> None:
-        if not self.wire.started:
-            self.wire.start(200, STREAM_HEADERS + self.headers())
-        self.wire.write(body, more=more)
-
-
-class WholeAnswer(Answer):
-    """One JSON body at the end."""
-
-    def flush(self, part: Part) -> bool:
-        over = True
-        for sample in part.samples:
-            if sample.finish is None:
-                sample.text += sample.pieces()
-                if sample.finish is None:
-                    over = False
-                elif sample.finish not in ("stop", "length"):
-                    self.fail(EngineFailed("the engine ended the request"))
-                    return True
-        if over and all(other.done or other is part for other in self.parts):
-            part.done = True
-            self._complete()
-            choices = [
-                self.format.choice(
-                    sample.index,
-                    "".join(sample.text),
-                    sample.logprob_writer.take() if sample.logprob_writer else None,
-                    sample.finish or "stop",
-                )
-                for each in self.parts
-                for sample in each.samples
-            ]
-            body = self.format.whole(choices, self.usage(), timings=self.timings(), seed=self.work.seed)
-            self.wire.respond(200, JSON_HEADERS + self.headers(), body)
-        return over
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

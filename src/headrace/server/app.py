@@ -21,11 +21,12 @@ from starlette.routing import Route
 from headrace.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, ModelNotFound, QueueFull, RequestError, Unavailable
 from headrace.request import StepEvents
 from headrace.server import protocol
-from headrace.server.answer import JSON_HEADERS, Answer, StreamAnswer, WholeAnswer, Work, retry_headers
+from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
 from headrace.server.codec import TextCodec
 from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, encode, error_body
 from headrace.server.messages import Ready
 from headrace.server.metrics import Metrics, exposition
+from headrace.server.responses import StreamAnswer, WholeAnswer
 from headrace.server.wire import Wire
 from headrace.server.worker import Worker
 
@@ -92,6 +93,7 @@ class Application:
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             scope["headrace.arrived"] = time.monotonic()
+            scope["headrace.send"] = send
             scope["headrace.request_id"] = _request_id(scope)
         await self._router(scope, receive, send)
 
@@ -184,7 +186,9 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         app = self._app
-        wire = Wire(send, (scope.get("extensions") or {}).get("headrace.abort"))
+        extensions = scope.get("extensions") or {}
+        # The server's own `send`: the router's wrappers around it watch for exceptions, and none leave here.
+        wire = Wire(scope["headrace.send"], extensions.get("headrace.abort"), extensions.get("headrace.write"))
         request_id: str = scope["headrace.request_id"]
         try:
             answer = await self._prepare(scope, receive, wire, request_id)

@@ -39,11 +39,12 @@ def _resume(call: Coroutine[Any, Any, None], waiting_for: Any) -> Generator[Any,
 class Wire:
     """The sending half of one response."""
 
-    __slots__ = ("_abort", "_queue", "_queued_bytes", "_send", "_started", "_task")
+    __slots__ = ("_abort", "_direct", "_queue", "_queued_bytes", "_send", "_started", "_task")
 
-    def __init__(self, send: Send, abort: Callable[[], None] | None = None) -> None:
+    def __init__(self, send: Send, abort: Callable[[], None] | None = None, direct: Callable[[bytes], bool] | None = None) -> None:
         self._send = send
         self._abort = abort
+        self._direct = direct  # writes a part of the body at once, or says no
         self._started = False
         self._task: asyncio.Task[None] | None = None
         self._queue: deque[Message] = deque()
@@ -60,6 +61,8 @@ class Wire:
 
     def write(self, body: bytes, *, more: bool = True) -> None:
         """Raises SlowReader when too much is waiting already."""
+        if more and self._task is None and self._direct is not None and self._direct(body):
+            return
         self._put({"type": "http.response.body", "body": body, "more_body": more})
 
     def respond(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

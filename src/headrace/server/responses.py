@@ -1,0 +1,115 @@
+"""The two ways an answer leaves: as a stream of server-sent events, or as one body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.errors import EngineFailed
+from headrace.server.answer import JSON_HEADERS, STREAM_HEADERS, Answer, Part, Sample
+from headrace.server.formats import DONE, encode, event
+
+
+class StreamAnswer(Answer):
+    """Server-sent events: one write a step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for part in self.parts:
+            for sample in part.samples:
+                sample.head, sample.tail = self.format.edges(sample.index)
+        self._opened: set[int] = set()
+
+    def next_token(self, sample: Sample) -> None:
+        piece = sample.detokenizer.add(sample.tokens[-1:])
+        sample.fed += 1
+        if piece:
+            self.wire.write(sample.head + encode(piece) + sample.tail)
+
+    def flush(self, part: Part) -> bool:
+        out: list[bytes] = []
+        over = True
+        for sample in part.samples:
+            if sample.finish is not None:
+                continue
+            if sample.seen == 0 and sample.reason is None:
+                over = False
+                continue
+            pieces = sample.pieces()
+            if sample.index not in self._opened:
+                self._opened.add(sample.index)
+                opening = self.format.opening(sample.index)
+                if opening:
+                    out.append(opening)
+            if sample.finish is None:
+                over = False
+                if sample.logprob_writer is None:
+                    for piece in pieces:
+                        out += (sample.head, encode(piece), sample.tail)
+                elif pieces:
+                    out.append(event(self.format.piece(sample.index, "".join(pieces), sample.logprob_writer.take())))
+            elif sample.finish in ("stop", "length"):
+                self._finish(sample, pieces, out)
+            else:
+                self.fail(EngineFailed("the engine ended the request"))
+                return True
+        if over and all(other.done or other is part for other in self.parts):
+            part.done = True
+            self._complete()
+            if self.format.with_usage:
+                out.append(self.format.last(self.usage(), timings=self.timings(), seed=self.work.seed))
+            out.append(DONE)
+            self._write(b"".join(out), more=False)
+        elif out:
+            self._write(b"".join(out), more=True)
+        return over
+
+    def _finish(self, sample: Sample, pieces: list[str], out: list[bytes]) -> None:
+        logprobs = None
+        text = pieces.pop() if pieces else ""
+        if sample.logprob_writer is None:
+            for piece in pieces:
+                out += (sample.head, encode(piece), sample.tail)
+        else:
+            text = "".join((*pieces, text))
+            logprobs = sample.logprob_writer.take()
+        more = {} if self.format.with_usage else {"timings": self.timings()}
+        out.append(self.format.ending(sample.index, text, logprobs, sample.finish or "stop", **more))
+
+    def _write(self, body: bytes, *, more: bool) -> None:
+        if not self.wire.started:
+            self.wire.start(200, STREAM_HEADERS + self.headers())
+        self.wire.write(body, more=more)
+
+
+class WholeAnswer(Answer):
+    """One JSON body at the end."""
+
+    def next_token(self, sample: Sample) -> None:
+        """Nothing: the text is made at the end, from the same tokens in the same way."""
+
+    def flush(self, part: Part) -> bool:
+        over = True
+        for sample in part.samples:
+            if sample.finish is None:
+                sample.text += sample.pieces()
+                if sample.finish is None:
+                    over = False
+                elif sample.finish not in ("stop", "length"):
+                    self.fail(EngineFailed("the engine ended the request"))
+                    return True
+        if over and all(other.done or other is part for other in self.parts):
+            part.done = True
+            self._complete()
+            choices = [
+                self.format.choice(
+                    sample.index,
+                    "".join(sample.text),
+                    sample.logprob_writer.take() if sample.logprob_writer else None,
+                    sample.finish or "stop",
+                )
+                for each in self.parts
+                for sample in each.samples
+            ]
+            body = self.format.whole(choices, self.usage(), timings=self.timings(), seed=self.work.seed)
+            self.wire.respond(200, JSON_HEADERS + self.headers(), body)
+        return over
