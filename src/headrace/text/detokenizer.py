@@ -54,7 +54,7 @@ class Detokenizer:
     """
 
     __slots__ = (
-        "_held", "_include_stop", "_last", "_longest", "_pending", "_stops", "_strip", "_texts", "num_tokens", "offset", "record", "stop",
+        "_first", "_held", "_include_stop", "_last", "_longest", "_pending", "_stops", "_strip", "_texts", "num_tokens", "offset", "record", "stop",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,7 @@ class Detokenizer:
         self._texts = texts
         self._stops = tuple(dict.fromkeys(stop))
         self._longest = max(map(len, self._stops), default=0)
+        self._first = frozenset(string[0] for string in self._stops)
         self._last = frozenset("".join(string[:-1] for string in self._stops))  # characters a held-back tail can end with
         self._include_stop = include_stop
         self._strip = strip_space  # the first text loses one leading space
@@ -152,6 +153,8 @@ class Detokenizer:
 
     def _scan(self, text: str) -> str:
         """Append to the held-back tail, look for a stop string, return what can be shown."""
+        if not self._held and self._first.isdisjoint(text):
+            return text  # nothing in it begins a stop string
         text = self._held + text
         best_end, best_start = len(text) + 1, 0
         for string in self._stops:
