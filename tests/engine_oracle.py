@@ -121,7 +121,8 @@ class World:
         self._check_plan(record.plan)
         if quiet:
             plan = record.plan
-            assert not (plan.new_rows or plan.new_blocks or plan.freed_rows or plan.copies), "an event in a step that was to have none"
+            changes = [*plan.new_rows, *plan.new_blocks, *plan.freed_rows, *plan.copies]
+            assert not changes, "a step that was to have none"
             assert all(chunk.num_tokens == 1 and chunk.samples for chunk in plan.chunks)
             assert not any(reason == "length" for _, _, reason in events.finished)
             assert events.finished or scheduler.steps_until_event() >= quiet - 1

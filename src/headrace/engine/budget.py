@@ -4,43 +4,51 @@ from __future__ import annotations
 
 FIRST_TOKENS = 64  # before anything is measured; then at most twice what was
 MIN_CHUNK = 16  # prompt tokens a step may always compute: fewer cost a narrow GEMM nearly as much
-_SCALE = 64.0  # tokens: a step below it corrects mostly `fixed`, one above it mostly `per_token`
-_RATE = 0.5  # share of a step's error that is believed
+_RATE = 0.3  # weight of the newest step among those of its size
 
 
 class StepBudget:
-    """How many tokens fit into `target_s` seconds, by a line through the measured steps: seconds = fixed + per_token * tokens.
+    """How many tokens fit into `target_s` seconds, by what steps of that size took so far.
 
-    Every step moves the line towards itself along both coefficients (normalized least mean squares): there is no history, so a thousand
-    decode steps in a row cannot make it forget what a prompt costs, and no matrix that could degenerate. A step is believed to have
-    taken at most twice what was expected: a machine that slept is not a slow model. `target_s` 0: always `max_tokens`.
+    Steps are put together by size, a power of two each, and every size has a moving average (tokens, seconds); between two averages the
+    cost is a line, fixed + per token. So a thousand decode steps in a row cannot make it forget what a prompt costs, and what is flat
+    for few tokens (bound by memory) may be steep for many. A step counts as at most twice what its size took before: a machine that
+    slept is not a slow model. `target_s` 0: always `max_tokens`.
     """
 
-    __slots__ = ("_largest", "_max_tokens", "_target", "fixed", "per_token", "tokens")
+    __slots__ = ("_max_tokens", "_mean_seconds", "_mean_tokens", "_target", "tokens")
 
     def __init__(self, target_s: float, max_tokens: int) -> None:
         self._target = target_s
         self._max_tokens = max_tokens
-        self._largest = FIRST_TOKENS // 2
-        self.fixed = -1.0  # nothing measured yet
-        self.per_token = 0.0
+        sizes = max_tokens.bit_length() + 1
+        self._mean_tokens = [0.0] * sizes
+        self._mean_seconds = [0.0] * sizes  # 0: no such step yet
         self.tokens = max_tokens if target_s == 0 else min(max_tokens, FIRST_TOKENS)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` tokens in `seconds`."""
+        """A step computed `tokens` tokens, `max_tokens` at most, in `seconds`."""
         if self._target == 0 or seconds <= 0:
             return
-        if self.fixed < 0:
-            self.fixed = seconds
-        z = tokens / _SCALE
-        expected = self.fixed + self.per_token * tokens
-        correction = _RATE * min(seconds - expected, expected) / (1.0 + z * z)
-        self.fixed = max(0.0, self.fixed + correction)
-        self.per_token = max(0.0, self.per_token + correction * z / _SCALE)
-        if tokens > self._largest:
-            self._largest = tokens
-        most = 2 * self._largest
-        left = self._target - self.fixed
-        if left < self.per_token * most:
-            most = max(MIN_CHUNK, int(left / self.per_token)) if self.per_token > 0 else MIN_CHUNK
-        self.tokens = min(most, self._max_tokens)
+        size = tokens.bit_length()
+        before = self._mean_seconds[size]
+        if before == 0:
+            self._mean_tokens[size], self._mean_seconds[size] = float(tokens), seconds
+        else:
+            self._mean_tokens[size] += _RATE * (tokens - self._mean_tokens[size])
+            self._mean_seconds[size] = before + _RATE * (min(seconds, 2 * before) - before)
+        self.tokens = min(self._max_tokens, max(MIN_CHUNK, int(self._solve())))
+
+    def _solve(self) -> float:
+        """The tokens at which the averages reach the target. Beyond the last one it goes on as it came, and at most to twice its tokens."""
+        low_tokens = low_seconds = slope = 0.0
+        for tokens, seconds in zip(self._mean_tokens, self._mean_seconds, strict=True):
+            if seconds == 0:
+                continue
+            if tokens > low_tokens:
+                slope = (seconds - low_seconds) / (tokens - low_tokens)
+            if seconds > self._target:
+                return low_tokens + (self._target - low_seconds) / slope
+            low_tokens, low_seconds = tokens, seconds
+        most = max(2 * low_tokens, float(FIRST_TOKENS))
+        return min(most, low_tokens + (self._target - low_seconds) / slope) if slope > 0 else most

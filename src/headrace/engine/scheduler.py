@@ -143,6 +143,9 @@ class Scheduler:
 
     def commit(self, plan: Plan, tokens: list[int], logprobs: Sequence[TokenLogprob | None] = ()) -> StepEvents:
         """The plan was executed, and `tokens` chosen: one for each chunk that samples, in order. Returns what the outside must hear."""
+        wanted = sum([chunk.samples for chunk in plan.chunks])
+        if len(tokens) != wanted:
+            raise RuntimeError(f"[Scheduler.commit] tokens: expected {wanted}, got {len(tokens)}")
         now = self.step_ended = self._clock()
         size = self._size
         request_ids: list[int] = []
@@ -164,8 +167,6 @@ class Scheduler:
                 indices.append(sample.index)
                 if stop + 1 >= sample.limit or token in sample.ends:
                     ending.append(sample)
-        if len(request_ids) != len(tokens):
-            raise RuntimeError(f"[Scheduler.commit] tokens: expected {len(request_ids)}, got {len(tokens)}")
         if self._queues.fair is not None:
             for chunk, sample in zip(plan.chunks, self._scheduled, strict=True):
                 self._queues.fair.charge(sample, chunk.stop - chunk.start)

@@ -49,7 +49,7 @@ class Sharing:
             donor = self._donor(sample)
             if donor is not None:
                 return Reuse(donor.table[:tail], donor.table[tail] if reach > tail * size else -1, reach)
-        elif self._caching and len(shared) == last and num_tokens % size == 0:
+        if self._caching and len(shared) == last and num_tokens % size == 0:
             source = pool.find(sample.links[last])
             if source >= 0 and pool.published[source] and all(pool.published[block] for block in shared):
                 return Reuse(shared, source, num_tokens - 1)
