@@ -43,6 +43,10 @@ def parse_json(path: Path, text: bytes, field: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        if b"\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # escapes can spell half a character, which nobody could print
+    except UnicodeEncodeError:
+        raise ModelError(path, field, "a string with half a surrogate pair") from None
     except UnicodeDecodeError as error:
         raise ModelError(path, field, f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
