@@ -261,6 +261,18 @@ def write_gguf(path: Path, tiny: Tiny, extra: Mapping[str, tuple[int, Any]] | No
     return path
 
 
+def changed_gguf(tiny: Tiny, **tensors: tuple[str, tuple[int, ...], bytes] | None) -> bytes:
+    """A GGUF file with tensors replaced, added, or (None) taken out, by their names in the file, dots as double underscores."""
+    found = {str(tensor.name): tensor for tensor in gguf_tensors(tiny)}
+    for name, value in tensors.items():
+        name = name.replace("__", ".")
+        found.pop(name, None)
+        if value is not None:
+            kind, shape, data = value
+            found[name] = Tensor(name, shape, kind, data)
+    return gguf_bytes(gguf_entries(tiny), list(found.values()))
+
+
 def hf_config(tiny: Tiny) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["TinyForCausalLM"], "model_type": tiny.architecture, "num_hidden_layers": tiny.layers, "hidden_size": tiny.hidden,

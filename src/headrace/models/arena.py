@@ -49,6 +49,7 @@ class Arena:
 
     def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
         self.fd = fd
+        self.writable = writable
         self._owned = False
         self.nbytes = rounded(nbytes)
         self._base = 0
@@ -105,6 +106,7 @@ class Arena:
         buffer = (ctypes.c_uint8 * (count * kind.itemsize)).from_address(self._base + offset)
         buffer._arena = self  # type: ignore[attr-defined]  # whoever holds the view holds the mapping
         view: NDArray[Any] = np.frombuffer(memoryview(buffer).cast("B"), kind).reshape(shape)
+        view.flags.writeable = self.writable  # otherwise a write would not be an error but a fault
         return view
 
     def check(self, offset: int, nbytes: int) -> None:
