@@ -44,6 +44,7 @@ def inspect_model(path: str | Path, budget: int, level: Level = "auto", overhead
         config = network.config
         told["architecture"] = config.architecture
         told["config"] = asdict(config)
+        told["config"]["rope"]["freq_factors"] = list(config.rope.freq_factors)
         told["parameters"] = sum(use.tensor.elements for use in network.uses.values())
         told["end_token_ids"] = list(network.end_token_ids)
         told["kv_bytes_per_token"] = config.kv_bytes_per_token
