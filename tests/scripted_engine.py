@@ -25,12 +25,11 @@ from typing import Any
 
 import uvloop
 
-from headrace.config import EngineConfig
 from headrace.errors import InvalidRequest, UsageError
 from headrace.request import PROTOCOL_VERSION, Abort, EngineStats, Refusal, StepEvents, Submit, TokenLogprob
 from headrace.server import engine_process
 from headrace.server.app import Application, ServerSettings
-from headrace.server.messages import EngineSettings, Ready
+from headrace.server.messages import EngineSettings, Hello, Planned, Ready
 from headrace.server.run import Runner, bind, quiet_libraries
 from headrace.server.worker import Worker
 from headrace.text.detokenizer import Detokenizer, PieceTexts
@@ -47,7 +46,8 @@ class ByteTokenizer:
     """Bytes are ids; enough of a tokenizer for the server."""
 
     def __init__(self) -> None:
-        self.pieces = {i: bytes([i]) for i in range(256)} | {i: b"" for i in range(256, VOCAB)} | WORDS | {CRASH: b"!", HANG: b"!"} | SPECIAL
+        none = dict.fromkeys(range(256, VOCAB), b"")
+        self.pieces = {i: bytes([i]) for i in range(256)} | none | WORDS | dict.fromkeys((CRASH, HANG, RAISE), b"!") | SPECIAL
         self._texts = PieceTexts(self.pieces, frozenset(SPECIAL), VOCAB)
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
@@ -77,16 +77,17 @@ class ByteTokenizer:
 class ScriptedEngine:
     """One token a sample and step. A prompt that begins with CRASH kills every engine that runs it; elsewhere, only the first one."""
 
-    def __init__(self, config: EngineConfig, step_s: float) -> None:
-        self.config = config
+    def __init__(self, settings: EngineSettings, step_s: float, num_blocks: int) -> None:
+        self.settings = settings
         self.step_s = step_s
+        self.num_blocks = num_blocks
         self.waiting: list[Submit] = []
         self.running: dict[int, tuple[Submit, list[int], list[int]]] = {}  # submit, prompt, tokens made per sample
         self.steps = 0
 
     @property
-    def is_idle(self) -> bool:
-        return not self.waiting and not self.running
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
 
     def apply(self, command: Submit | Abort) -> StepEvents | None:
         if isinstance(command, Abort):
@@ -94,14 +95,14 @@ class ScriptedEngine:
             if self.running.pop(command.request_id, None) is None:
                 return self._events()
             return self._events(finished=[(command.request_id, 0, "abort")])
-        if len(self.waiting) >= self.config.max_waiting:
+        if len(self.waiting) >= self.settings.max_waiting:
             return self._events(refused=[Refusal(command.request_id, "QueueFull", "the queue is full")])
         self.waiting.append(command)
         return None
 
     def step(self) -> StepEvents:
         events = self._events()
-        while self.waiting and len(self.running) < self.config.max_batch_size:
+        while self.waiting and len(self.running) < self.settings.max_batch_size:
             submit = self.waiting.pop(0)
             prompt = list(array("i", submit.prompt))
             made = [len(array("i", each)) for each in submit.emitted] or [0] * submit.num_samples
@@ -126,12 +127,12 @@ class ScriptedEngine:
         shift = 0 if submit.params.is_greedy else (submit.seed * 7 + sample * 3 + 1) % len(prompt)
         at_end = at >= len(prompt)
         token = END if at_end and not submit.params.ignore_eos else prompt[(at + shift) % len(prompt)]
-        if token in (CRASH, HANG) and (at == 0 or not submit.emitted):
+        if token in (CRASH, HANG, RAISE) and (at == 0 or not submit.emitted):
             if token == CRASH:
                 os._exit(9)
+            if token == RAISE:
+                raise RuntimeError("scripted failure")
             time.sleep(60)
-        if token == RAISE:
-            raise RuntimeError("scripted failure")
         if token == FAIL:
             events.finished.append((submit.request_id, sample, "error"))
             made[sample] = -1
@@ -155,7 +156,7 @@ class ScriptedEngine:
     def _stats(self, tokens: int) -> EngineStats:
         held = sum(1 + len(prompt) // BLOCK for _, prompt, _ in self.running.values())
         return EngineStats(
-            running=len(self.running), waiting=len(self.waiting), blocks_free=self.config.num_blocks - held, blocks_cached=0,
+            running=len(self.running), waiting=len(self.waiting), blocks_free=self.num_blocks - held, blocks_cached=0,
             blocks_held=held, preemptions=0, recomputed_tokens=0, prompt_tokens=0, cached_tokens=0, steps=self.steps,
             step_seconds=self.step_s, step_tokens=tokens, step_rows=tokens,
         )  # fmt: skip
@@ -167,15 +168,16 @@ class ScriptedEngine:
         return StepEvents(time=time.monotonic(), **(empty | columns), stats=self._stats(0))
 
 
-def build(settings: EngineSettings, weights_fd: int) -> tuple[ScriptedEngine, Ready]:
+def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tuple[ScriptedEngine, Ready]:
+    settings = hello.settings
     script = json.loads(settings.model)
     time.sleep(script["load_s"])
     if script["fail"]:
         raise UsageError(script["fail"])
     if script["crash_while_loading"]:
         os._exit(11)
-    config = settings.engine
-    return ScriptedEngine(config, script["step_ms"] / 1000), Ready(PROTOCOL_VERSION, config.context_length, config.num_blocks, BLOCK, VOCAB)
+    engine = ScriptedEngine(settings, script["step_ms"] / 1000, script["num_blocks"])
+    return engine, Ready(PROTOCOL_VERSION, CONTEXT, script["num_blocks"], BLOCK, VOCAB)
 
 
 def serve(arguments: list[str]) -> int:
@@ -195,26 +197,16 @@ def serve(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     quiet_libraries(options.log_level)
     sock = bind("127.0.0.1", options.port)
-    names = ("step_ms", "load_s", "fail", "crash_while_loading")
+    names = ("step_ms", "load_s", "fail", "crash_while_loading", "num_blocks")
     settings = EngineSettings(
         model=json.dumps({name: getattr(options, name) for name in names}),
-        level="auto",
-        threads=1,
-        engine=EngineConfig(CONTEXT, options.num_blocks, max_batch_size=options.max_batch_size, max_waiting=options.max_waiting),
+        max_batch_size=options.max_batch_size,
+        max_waiting=options.max_waiting,
     )
 
     async def main() -> int:
-        app = Application(
-            ServerSettings(("scripted",), max_body_bytes=1 << 20),
-            lambda app: Worker(
-                settings,
-                command=(sys.executable, str(Path(__file__).resolve())),
-                on_ready=lambda ready: runner.announce(),
-                on_fatal=lambda error: runner.on_fatal(error),
-                on_events=app.on_events,
-                watchdog_s=options.watchdog_s,
-            ),
-        )
+        worker = Worker(settings, command=(sys.executable, str(Path(__file__).resolve())), watchdog_s=options.watchdog_s)
+        app = Application(ServerSettings(("scripted",), max_body_bytes=1 << 20), worker)
         runner = Runner(app, sock, ByteTokenizer, shutdown_timeout_s=options.shutdown_timeout)
         print(sock.getsockname()[1], flush=True)
         code = await runner.run()

@@ -18,7 +18,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, ModelNotFound, QueueFull, RequestError, Unavailable
+from headrace.errors import (
+    ContextLengthExceeded,
+    EngineFailed,
+    HeadraceError,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+    RequestError,
+    Unavailable,
+)
 from headrace.request import StepEvents
 from headrace.server import protocol
 from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
@@ -64,7 +73,7 @@ class ServerSettings:
 class Application:
     """The ASGI application and the state it serves from."""
 
-    def __init__(self, settings: ServerSettings, make_worker: Callable[[Application], Worker], metrics: Metrics | None = None) -> None:
+    def __init__(self, settings: ServerSettings, worker: Worker, metrics: Metrics | None = None) -> None:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.codec: TextCodec | None = None
@@ -72,7 +81,10 @@ class Application:
         self.created = int(time.time())
         self.answers: set[Answer] = set()
         self.idle = asyncio.Event()  # set when the last open answer ends
-        self.worker = make_worker(self)
+        self.when_ready: Callable[[], None] = lambda: None
+        self.when_fatal: Callable[[HeadraceError], None] = lambda error: None
+        self.worker = worker
+        worker.listen(on_ready=self._on_ready, on_fatal=self._on_fatal, on_events=self._on_events)
         self._texts = ThreadPoolExecutor(2, "headrace-text")
         self._pending_texts = 0
         self._router = Starlette(
@@ -99,7 +111,14 @@ class Application:
 
     # What the worker tells
 
-    def on_events(self, events: StepEvents) -> None:
+    def _on_ready(self, ready: Ready) -> None:
+        self.metrics.start_engine(ready.num_blocks)
+        self.when_ready()
+
+    def _on_fatal(self, error: HeadraceError) -> None:
+        self.when_fatal(error)
+
+    def _on_events(self, events: StepEvents) -> None:
         if events.stats is not None:
             self.metrics.observe_step(events.stats)
 

@@ -10,7 +10,7 @@ import select
 import socket
 
 from headrace.request import Abort, StepEvents, Submit
-from headrace.server.messages import Fatal, Frames, Hello, ProtocolError, Ready, command_decoder, frame
+from headrace.server.messages import Fatal, Frames, Hello, Planned, ProtocolError, Ready, command_decoder, frame
 
 _READ_BYTES = 1 << 18
 
@@ -77,7 +77,7 @@ class Channel:
         else:
             self._write(frame(events))
 
-    def send(self, message: Ready | Fatal) -> None:
+    def send(self, message: Planned | Ready | Fatal) -> None:
         """Send a greeting or a farewell; waits until it is written."""
         self._sock.setblocking(True)
         try:

@@ -18,7 +18,7 @@ from typing import Protocol
 from headrace.errors import HeadraceError
 from headrace.request import Command, StepEvents
 from headrace.server.channel import Channel, PeerGone, expect_hello
-from headrace.server.messages import EngineSettings, Fatal, Hello, Ready, check_version
+from headrace.server.messages import Fatal, Hello, Planned, Ready, check_version
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,8 +27,8 @@ class EngineLike(Protocol):
     """What the loop needs of an engine (`headrace.engine.loop.Engine`, or a scripted one in tests)."""
 
     @property
-    def is_idle(self) -> bool:
-        """`step` would do nothing until the next command."""
+    def has_work(self) -> bool:
+        """False: `step` would do nothing until the next command."""
 
     def apply(self, command: Command) -> StepEvents | None:
         """Take in one command; a refusal is an event."""
@@ -40,19 +40,23 @@ class EngineLike(Protocol):
 def serve(engine: EngineLike, channel: Channel) -> None:
     """Serve until the API process goes away (PeerGone). Sleeps only when there is nothing to do, and never spins."""
     while True:
-        for command in channel.receive(wait=engine.is_idle):
+        for command in channel.receive(wait=not engine.has_work):
             if isinstance(command, Hello):
                 continue
             events = engine.apply(command)
             if events is not None:
                 channel.publish(events)
-        if not engine.is_idle:
+        if engine.has_work:
             events = engine.step()
             if events is not None:
                 channel.publish(events)
 
 
-Builder = Callable[[EngineSettings, int], tuple[EngineLike, Ready]]  # (settings, descriptor for packed weights or -1); raises HeadraceError
+class Builder(Protocol):
+    """Loads the model and wires an engine."""
+
+    def __call__(self, hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tuple[EngineLike, Ready]:
+        """`weights_fd`: a memfd for packed weights, which `hello.manifest` describes if they are there. Raises HeadraceError."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -72,7 +76,7 @@ def run(build: Builder, sock: socket.socket, weights_fd: int = -1) -> int:
         hello = expect_hello(channel)
         try:
             check_version(hello.protocol)
-            engine, ready = build(hello.settings, weights_fd)
+            engine, ready = build(hello, weights_fd, channel.send)
         except HeadraceError as error:
             channel.send(Fatal(type(error).__name__, str(error)))
             return 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, MemoryBudgetExceeded, ModelError, UnsupportedModel, UsageError
 from headrace.request import PROTOCOL_VERSION, Abort, StepEvents, Submit
 
@@ -16,24 +15,42 @@ MAX_FRAME_BYTES = 1 << 28  # a merged message of a long stall; anything longer i
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """What an engine process is started with: all a restarted one needs."""
+    """What an engine process is started with: all a restarted one needs. 0 and "" leave the choice to it."""
 
     model: str  # path of a GGUF file or a model folder
-    level: str
-    threads: int  # 0: as many as the machine gives
-    engine: EngineConfig
+    level: str = "auto"
+    threads: int = 0
+    memory: str = ""  # budget, as a person writes it: 2GiB, 60%
+    context_length: int = 0  # tokens, prompt and answer together
+    max_batch_size: int = 256
+    max_batch_tokens: int = 512
+    step_target_s: float = 0.1
+    policy: str = "fcfs"
+    batching: str = "continuous"
+    kv_reservation: str = "paged"
+    prefix_cache: bool = True
+    max_waiting: int = 1024
     secret: bytes = b""  # keys the prefix index
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """First frame of the API process."""
+    """First frame of the API process. What an earlier engine process found out is given to the next, which then is its equal."""
 
     protocol: int
     settings: EngineSettings
+    manifest: bytes = b""  # of the packed weights that lie in the shared descriptor already; none yet
+    num_blocks: int = 0  # 0: as the memory budget allows
+
+
+class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The memory ledger, told before anything is loaded: (purpose, bytes, remark)."""
+
+    rows: list[tuple[str, int, str]]
+    text: str = ""  # the same for people
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """First frame of an engine process whose model is loaded."""
+    """Told by an engine process whose model is loaded."""
 
     protocol: int
     context_length: int  # tokens, prompt and answer together
@@ -44,6 +61,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     isa: str = ""
     threads: int = 0
     load_seconds: float = 0.0
+    manifest: bytes = b""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -71,7 +89,7 @@ def fatal_error(fatal: Fatal) -> HeadraceError:
 
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Hello | Submit | Abort] = msgspec.msgpack.Decoder(Hello | Submit | Abort)
-event_decoder: msgspec.msgpack.Decoder[Ready | Fatal | StepEvents] = msgspec.msgpack.Decoder(Ready | Fatal | StepEvents)
+event_decoder: msgspec.msgpack.Decoder[Planned | Ready | Fatal | StepEvents] = msgspec.msgpack.Decoder(Planned | Ready | Fatal | StepEvents)
 
 
 class ProtocolError(HeadraceError):

@@ -69,18 +69,26 @@ class Metrics:
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.open_requests = 0  # accepted and not yet ended
-        self.stats: EngineStats | None = None
+        self.stats = _idle(0)
         self.engine_up = False
         self.engine_restarts = 0
 
     def ended(self, endpoint: str, outcome: str) -> None:
         self.requests[endpoint, outcome] += 1
 
+    def start_engine(self, num_blocks: int) -> None:
+        """A fresh engine has everything free, and counts from nothing."""
+        self.stats = _idle(num_blocks)
+
     def observe_step(self, stats: EngineStats) -> None:
         self.stats = stats
         if stats.step_tokens:
             self.step.observe(stats.step_seconds)
             self.batch.observe(float(stats.step_rows))
+
+
+def _idle(num_blocks: int) -> EngineStats:
+    return EngineStats(0, 0, num_blocks, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0)
 
 
 class Collector:
@@ -130,8 +138,7 @@ class Collector:
         yield counter("engine_restarts", "Engine processes started after a crash", m.engine_restarts)
         yield histogram("engine_step_seconds", "Duration of a step", m.step)
         yield histogram("batch_size", "Samples in a step", m.batch)
-        if m.stats is not None:
-            yield from self._engine(m.stats, counter, gauge)
+        yield from self._engine(m.stats, counter, gauge)
 
     def _engine(self, s: EngineStats, counter: Any, gauge: Any) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily

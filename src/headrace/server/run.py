@@ -49,6 +49,7 @@ class Runner:
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.app = app
+        app.when_ready, app.when_fatal = self.announce, self.on_fatal
         self.error: HeadraceError | None = None  # why it ended, when not by a signal
         self._sock = sock
         self._load_codec = load_codec

@@ -28,6 +28,7 @@ from headrace.server.messages import (
     Fatal,
     Frames,
     Hello,
+    Planned,
     ProtocolError,
     Ready,
     check_version,
@@ -116,9 +117,7 @@ class Worker:
         settings: EngineSettings,
         *,
         command: Sequence[str] = ENGINE_COMMAND,
-        on_ready: Callable[[Ready], None] = lambda ready: None,
-        on_fatal: Callable[[HeadraceError], None] = lambda error: None,
-        on_events: Callable[[StepEvents], None] = lambda events: None,
+        on_planned: Callable[[Planned], None] = lambda planned: None,
         watchdog_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,9 +128,10 @@ class Worker:
         self.restarts = 0
         self.fatal: HeadraceError | None = None
         self._command = command
-        self._on_ready = on_ready
-        self._on_fatal = on_fatal
-        self._on_events = on_events
+        self._on_planned = on_planned
+        self._on_ready: Callable[[Ready], None] = lambda ready: None
+        self._on_fatal: Callable[[HeadraceError], None] = lambda error: None
+        self._on_events: Callable[[StepEvents], None] = lambda events: None
         self._watchdog_s = watchdog_s
         self._clock = clock
         self._table: dict[int, _Entry] = {}
@@ -145,6 +145,16 @@ class Worker:
         self._watchdog: asyncio.TimerHandle | None = None
         self._weights_fd = -1
         self._connecting: asyncio.Task[None] | None = None
+
+    def listen(
+        self,
+        *,
+        on_ready: Callable[[Ready], None],
+        on_fatal: Callable[[HeadraceError], None],
+        on_events: Callable[[StepEvents], None],
+    ) -> None:
+        """Who hears that an engine is ready (again), that none will be, and what each step did."""
+        self._on_ready, self._on_fatal, self._on_events = on_ready, on_fatal, on_events
 
     # Life of the process
 
@@ -180,7 +190,9 @@ class Worker:
         transport, _ = await loop.create_unix_connection(lambda: _EngineSocket(self, generation), sock=sock)
         self._transport = transport
         self._heard = self._clock()
-        transport.write(frame(Hello(PROTOCOL_VERSION, self.settings)))
+        before = self.limits
+        manifest, num_blocks = (before.manifest, before.num_blocks) if before is not None else (b"", 0)
+        transport.write(frame(Hello(PROTOCOL_VERSION, self.settings, manifest, num_blocks)))
         if self._watchdog is None and self._watchdog_s:
             self._watchdog = loop.call_later(1.0, self._watch)
 
@@ -196,6 +208,8 @@ class Worker:
             self._sock = None
         process = self._process
         if process is not None:
+            if self.ready is None:
+                process.kill()  # it is loading, and would not look up before it is done
             for _ in range(200):
                 if process.poll() is not None:
                     break
@@ -245,7 +259,7 @@ class Worker:
 
     # What the engine says
 
-    def on_message(self, message: Ready | Fatal | StepEvents) -> None:
+    def on_message(self, message: Planned | Ready | Fatal | StepEvents) -> None:
         self._heard = self._clock()
         if type(message) is StepEvents:
             self._dispatch(message)
@@ -255,6 +269,9 @@ class Worker:
             for entry in self._table.values():
                 self._resubmit(entry)
             self._on_ready(message)
+        elif isinstance(message, Planned):
+            if self.limits is None:
+                self._on_planned(message)
         elif isinstance(message, Fatal):
             self._give_up(fatal_error(message))
 

@@ -1,0 +1,242 @@
+"""`headrace`: what each command takes. The work is in the module of its name, imported when the command runs."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace import __version__
+from headrace.errors import HeadraceError
+
+app = typer.Typer(
+    name="headrace",
+    help="Serve language models from ordinary machines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class LevelName(StrEnum):
+    AUTO = "auto"
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+class PolicyName(StrEnum):
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    FAIR = "fair"
+
+
+class BatchingName(StrEnum):
+    CONTINUOUS = "continuous"
+    STATIC = "static"
+
+
+class ReservationName(StrEnum):
+    PAGED = "paged"
+    FULL = "full"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Model = Annotated[str | None, typer.Argument(help="GGUF file, model folder or hub id (owner/name). Default: the model that comes along.")]
+Level = Annotated[LevelName, typer.Option(help="Weight precision; auto: as the file is.")]
+Memory = Annotated[str, typer.Option(help="Memory budget, such as 2GiB or 40%. Default: 60% of what is available.")]
+Context = Annotated[int, typer.Option(min=0, help="Tokens of prompt and answer together. Default: the model's own limit.")]
+Threads = Annotated[int, typer.Option(min=0, max=1024, help="Threads of the kernels. Default: what the machine gives.")]
+BatchSize = Annotated[int, typer.Option(min=1, max=4096, help="Samples in a step.")]
+BatchTokens = Annotated[int, typer.Option(min=1, max=65536, help="Tokens in a step.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    level: Level = LevelName.AUTO,
+    memory: Memory = "",
+    context: Context = 0,
+    threads: Threads = 0,
+    max_batch_size: BatchSize = 256,
+    max_batch_tokens: BatchTokens = 512,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests in the queue; more are refused with 429.")] = 1024,
+    step_target: Annotated[float, typer.Option(min=0, max=3600, help="Seconds a step should take at most; cuts prompts.")] = 0.1,
+    policy: Annotated[PolicyName, typer.Option(help="Who is served first.")] = PolicyName.FCFS,
+    batching: Annotated[BatchingName, typer.Option(help="static: a batch runs to its end; to compare with.")] = BatchingName.CONTINUOUS,
+    kv_reservation: Annotated[
+        ReservationName, typer.Option(help="full: a whole context reserved for each sample; to compare with.")
+    ] = ReservationName.PAGED,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Share no computed prompt between requests.")] = False,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Name(s) clients use. Default: the file's name.")] = None,
+    max_body_size: Annotated[str, typer.Option(help="Largest request body.")] = "4MiB",
+    shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds running requests get after SIGTERM.")] = 10.0,
+    log_level: Annotated[LogLevel, typer.Option(help="What is logged.")] = LogLevel.WARNING,
+) -> None:
+    """Serve a model over an OpenAI-compatible API.
+
+    \b
+    Example:
+      headrace serve --port 8000
+      curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+        -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+    """
+    from headrace.cli.serve import ServeOptions, run_server
+    from headrace.server.messages import EngineSettings
+
+    options = ServeOptions(
+        reference=model,
+        host=host,
+        port=port,
+        names=tuple(served_model_name or ()),
+        max_body=max_body_size,
+        shutdown_timeout_s=shutdown_timeout,
+        log_level=log_level.value.upper(),
+        engine=EngineSettings(
+            model="",
+            level=level.value,
+            threads=threads,
+            memory=memory,
+            context_length=context,
+            max_batch_size=max_batch_size,
+            max_batch_tokens=max_batch_tokens,
+            step_target_s=step_target,
+            policy=policy.value,
+            batching=batching.value,
+            kv_reservation=kv_reservation.value,
+            prefix_cache=not no_prefix_cache,
+            max_waiting=max_waiting,
+        ),
+    )
+    raise typer.Exit(run_server(options))
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    url: Annotated[str, typer.Option(help="Talk to a running server instead, such as http://127.0.0.1:8000.")] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    temperature: Annotated[float, typer.Option(min=0, max=2)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens an answer; 0: as many as fit.")] = 0,
+    level: Level = LevelName.AUTO,
+    memory: Memory = "",
+    context: Context = 0,
+    threads: Threads = 0,
+) -> None:
+    """Talk to a model in the terminal. An empty line or Ctrl-D ends it, /new starts over.
+
+    \b
+    Example:
+      headrace chat --system "Answer in one sentence."
+    """
+    from headrace.cli.chat import run_chat
+    from headrace.server.messages import EngineSettings
+
+    settings = EngineSettings(model="", level=level.value, threads=threads, memory=memory, context_length=context, max_batch_size=8)
+    raise typer.Exit(run_chat(model, url, settings, system=system, temperature=temperature, max_tokens=max_tokens))
+
+
+@app.command()
+def generate(
+    file: Annotated[Path, typer.Argument(help="One request a line: a completion or chat body, or a line of OpenAI's batch format.")],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model, as for serve.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the answers go, one a line. Default: standard output.")
+    ] = None,
+    level: Level = LevelName.AUTO,
+    memory: Memory = "",
+    context: Context = 0,
+    threads: Threads = 0,
+    max_batch_size: BatchSize = 256,
+    max_batch_tokens: BatchTokens = 512,
+) -> None:
+    """Answer a file of requests without a server, in the order of the file. Exit code 1 if a line failed.
+
+    \b
+    Example:
+      echo '{"prompt": "The river", "max_tokens": 20}' > in.jsonl
+      headrace generate in.jsonl -o out.jsonl
+    """
+    from headrace.cli.generate import run_generate
+    from headrace.server.messages import EngineSettings
+
+    settings = EngineSettings(
+        model="",
+        level=level.value,
+        threads=threads,
+        memory=memory,
+        context_length=context,
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        max_waiting=1 << 20,
+        step_target_s=0.0,  # nobody watches a stream
+    )
+    raise typer.Exit(run_generate(file, output, model, settings))
+
+
+@app.command()
+def inspect(model: Model = None, level: Level = LevelName.AUTO, memory: Memory = "", json: Json = False) -> None:
+    """Say what a model is: shape, bytes by type, memory a token, sequences that fit here.
+
+    \b
+    Example:
+      headrace inspect model.gguf --json
+    """
+    from headrace.cli.inspect import run_inspect
+
+    run_inspect(model, level.value, memory, as_json=json)
+
+
+@app.command()
+def tokenize(
+    model: Annotated[str, typer.Argument(help="Model, as for serve; a GGUF file with a vocabulary only will do.")],
+    file: Annotated[str, typer.Argument(help="Text file; - for standard input.")] = "-",
+    json: Json = False,
+) -> None:
+    """Print a text's token ids; nothing is added around it, and special tokens in it stay text.
+
+    \b
+    Example:
+      echo -n "Hello world" | headrace tokenize model.gguf --json
+    """
+    from headrace.cli.tokenize import run_tokenize
+
+    run_tokenize(model, file, as_json=json)
+
+
+def main() -> None:
+    """Entry point. What the person can act upon is one line on standard error and exit code 2."""
+    try:
+        app()
+    except HeadraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        sys.exit(141)

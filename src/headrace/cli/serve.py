@@ -1,0 +1,121 @@
+"""`headrace serve`: listen, start the engine process, and only then import and load the rest."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace import __version__
+from headrace.errors import MemoryBudgetExceeded, ModelError, UsageError
+from headrace.server.messages import EngineSettings, Planned, Ready
+
+if TYPE_CHECKING:
+    from headrace.server.codec import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What the command line said. `engine.model` is filled in from `reference`."""
+
+    reference: str | None
+    host: str
+    port: int
+    names: tuple[str, ...]
+    max_body: str
+    shutdown_timeout_s: float
+    log_level: str
+    engine: EngineSettings
+
+
+def engine_settings(settings: EngineSettings, reference: str | None) -> EngineSettings:
+    """With the model's path, and a secret for the prefix index. Raises UsageError or ModelError."""
+    from headrace.models.hub import resolve_model
+
+    return msgspec.structs.replace(settings, model=str(resolve_model(reference)), secret=os.urandom(32))
+
+
+def model_name(reference: str | None, path: str) -> str:
+    """What clients call the model when nothing else is said: the hub id, the file's name without its ending, the folder's name."""
+    if reference is not None and not Path(reference).expanduser().exists():
+        return reference
+    resolved = Path(path)
+    return resolved.stem if resolved.suffix == ".gguf" else resolved.resolve().name
+
+
+def load_codec(path: str) -> Callable[[], TextCodec]:
+    def load() -> TextCodec:
+        from headrace.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(path)
+
+    return load
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4MiB" and the like. Raises UsageError."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+    upper = text.strip().upper().removesuffix("B")
+    digits = upper.rstrip("KMGI")
+    unit = upper[len(digits) :]
+    if not digits.isdecimal() or unit not in units or not 0 < int(digits) * units[unit] <= 1 << 40:
+        raise UsageError(f"--max-body-size: expected a size such as 4MiB, got {text!r}")
+    return int(digits) * units[unit]
+
+
+def run_server(options: ServeOptions) -> int:
+    """Serve until stopped. Returns the exit code; raises HeadraceError for what a person can change."""
+    started = time.monotonic()
+    max_body = parse_size(options.max_body)
+    from headrace.server.run import bind  # small imports first: the port, then the engine, then everything else
+
+    settings = engine_settings(options.engine, options.reference)
+    sock = bind(options.host, options.port)
+    from headrace.server.worker import Worker
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    def planned(plan: Planned) -> None:
+        say(plan.text)
+
+    names = options.names or (model_name(options.reference, settings.model),)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{host}:{sock.getsockname()[1]}"
+    say(f"headrace {__version__}: loading {names[0]}, listening on {url}")
+    worker = Worker(settings, on_planned=planned)
+    worker.spawn()
+
+    import uvloop
+
+    from headrace.server.app import Application, ServerSettings
+    from headrace.server.run import Runner, quiet_libraries
+
+    quiet_libraries(options.log_level)
+
+    async def main() -> int:
+        app = Application(ServerSettings(names, max_body_bytes=max_body, has_priorities=settings.policy == "priority"), worker)
+
+        def ready() -> None:
+            engine: Ready | None = worker.ready
+            if engine is not None:
+                say(
+                    f"ready in {time.monotonic() - started:.2f} s: {url}/v1 ({engine.level}, {engine.isa}, {engine.threads} threads, "
+                    f"context {engine.context_length})"
+                )
+
+        runner = Runner(app, sock, load_codec(settings.model), shutdown_timeout_s=options.shutdown_timeout_s, on_ready=ready)
+        code = await runner.run()
+        if runner.error is not None:
+            if isinstance(runner.error, UsageError | ModelError | MemoryBudgetExceeded):
+                raise runner.error
+            print(f"error: {runner.error}", file=sys.stderr)
+        return code
+
+    return uvloop.run(main())
