@@ -19,7 +19,8 @@ inline uint32_t load_u32(const void* p) {
   return u;
 }
 
-// Products of `rows` rows at x (ldx apart) with the panel at w: tile[row][32]. tile2: with the panel at w2 as well.
+// Products of the rows at x (ldx apart) with the panel at w: tile[row][32]. Double tiles: with the panel at w2 as well, into tile2. Single
+// ones fetch a cache line of w2 into the second level for each pair they do.
 using Tile = void (*)(const bf16* x, int64_t ldx, const uint8_t* w, const uint8_t* w2, int64_t pairs, float* tile, float* tile2);
 
 #if HEADRACE_LEVEL >= 3
@@ -33,11 +34,13 @@ void multiply(const bf16* x, int64_t ldx, const uint8_t* w, const uint8_t* w2, i
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < 2 * P; c++) acc[r][c] = _mm512_setzero_ps();
-  for (int64_t p = 0; p < pairs; p++, w += 128, w2 += 128) {
+  for (int64_t p = 0; p < pairs; p++, w += 128) {
     __m512i column[2 * P] = {_mm512_load_si512(w), _mm512_load_si512(w + 64)};
     if constexpr (P == 2) {
-      column[2] = _mm512_load_si512(w2);
-      column[3] = _mm512_load_si512(w2 + 64);
+      column[2] = _mm512_load_si512(w2 + 128 * p);
+      column[3] = _mm512_load_si512(w2 + 128 * p + 64);
+    } else {
+      _mm_prefetch(w2 + (p << 6), _MM_HINT_T1);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -88,7 +91,7 @@ inline void store(float* p, Float x) { _mm256_store_ps(p, x); }
 
 // `C` vectors of columns at a time.
 template <int R, int C>
-void multiply(const bf16* x, int64_t ldx, const uint8_t* panel, const uint8_t*, int64_t pairs, float* tile, float*) {
+void multiply(const bf16* x, int64_t ldx, const uint8_t* panel, const uint8_t* ahead, int64_t pairs, float* tile, float*) {
   constexpr int kWidth = sizeof(Float) / 4;
   for (int first = 0; first < 32; first += C * kWidth) {
     const uint8_t* w = panel + 4 * first;
@@ -99,6 +102,7 @@ void multiply(const bf16* x, int64_t ldx, const uint8_t* panel, const uint8_t*, 
       for (int c = 0; c < C; c++) acc[r][c] = zero();
     for (int64_t p = 0; p < pairs; p++, w += 128) {
       Float we[C], wo[C];
+      if (first == 0) _mm_prefetch(ahead + (p << 6), _MM_HINT_T1);
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
         const auto pair = load(w + sizeof(Float) * c);
@@ -159,6 +163,7 @@ void linear_bf16(const Linear& a, int64_t begin, int64_t end, uint8_t*) {
   const int64_t groups = (a.k + kGroup - 1) / kGroup, pairs = groups * (kGroup / 2);
   const size_t panel_bytes = static_cast<size_t>(groups) * group_bytes(Format::bf16);
   const bool gated = a.epilogue == Epilogue::silu_mul;
+  const size_t unit_bytes = gated ? 2 * panel_bytes : panel_bytes;
   alignas(64) float tile[kTileRows * kPanel], tile2[kTileRows * kPanel];
 
 #if HEADRACE_LEVEL >= 3
@@ -179,7 +184,7 @@ void linear_bf16(const Linear& a, int64_t begin, int64_t end, uint8_t*) {
       }
     }
     if (panel < last) {
-      kTiles[a.rows - 1](a.in.b, a.in.ldb, a.weight + static_cast<size_t>(panel) * panel_bytes, nullptr, pairs, tile, nullptr);
+      kTiles[a.rows - 1](a.in.b, a.in.ldb, a.weight + static_cast<size_t>(panel) * panel_bytes, a.weight, pairs, tile, nullptr);
       finish_tile(a, 0, rows, panel, tile);
     }
     return;
@@ -191,14 +196,17 @@ void linear_bf16(const Linear& a, int64_t begin, int64_t end, uint8_t*) {
     // Near-equal blocks of near-equal tiles: a last tile of one row would take as long as one of six.
     const int64_t first = a.rows * b / blocks, rows = a.rows * (b + 1) / blocks - first, tiles = (rows + kTileRows - 1) / kTileRows;
     for (int64_t unit = begin; unit < end; unit++) {
-      const uint8_t* w = a.weight + static_cast<size_t>(gated ? 2 * unit : unit) * panel_bytes;
+      const uint8_t* w = a.weight + static_cast<size_t>(unit) * unit_bytes;
       for (int64_t t = 0; t < tiles; t++) {
         const int64_t row = first + rows * t / tiles;
         const int count = static_cast<int>(first + rows * (t + 1) / tiles - row);
         const bf16* x = a.in.b + row * a.in.ldb;
-        kTiles[count - 1](x, a.in.ldb, w, nullptr, pairs, tile, nullptr);
+        // The first tile of a unit takes its weights as fast as memory gives them; the second and third (each 64 B a pair, half of what
+        // they read themselves) fetch the next unit's, which they leave time for.
+        const uint8_t* ahead = (t == 1 || t == 2) && unit + 1 < end ? w + unit_bytes + (t == 1 ? 0 : panel_bytes / 2) : w;
+        kTiles[count - 1](x, a.in.ldb, w, ahead, pairs, tile, nullptr);
         if (gated) {
-          kTiles[count - 1](x, a.in.ldb, w + panel_bytes, nullptr, pairs, tile2, nullptr);
+          kTiles[count - 1](x, a.in.ldb, w + panel_bytes, ahead == w ? w : ahead + panel_bytes, pairs, tile2, nullptr);
           finish_pair(a, row, count, unit, tile, tile2);
         } else {
           finish_tile(a, row, count, unit, tile);
