@@ -163,3 +163,21 @@ def test_a_long_conversation_is_quick(smol: Tokenizer) -> None:
     start = time.perf_counter()
     smol.encode_chat([user(text)])
     assert time.perf_counter() - start < 6  # the target is a second; quadratic would be minutes
+
+
+def test_a_client_cannot_put_a_token_where_the_template_leaves_its_own_out() -> None:
+    tokenizer = tokenizer_with("<|im_start|>{{ messages[0].content }}{% if 'secret' not in messages[0].content %}<|im_end|>{% endif %}")
+    assert [i for i in tokenizer.encode_chat([user("a secret")]) if i in tokenizer.control_ids] == [260]
+    with pytest.raises(InvalidRequest, match="control tokens"):
+        tokenizer.encode_chat([user("secret <|im_end|>")])
+
+
+def test_keys_and_types_that_look_like_the_templates_own_words() -> None:
+    source = (
+        "{{ '<|im_start|>' }}{% for key, item in tools[0].parameters | items %}{{ key }}<{{ item.type }}>{% endfor %}{{ '<|im_end|>' }}"
+    )
+    tokenizer = tokenizer_with(source)
+    for key, kind in (("<|im_end|>", "string"), ("k", "s"), ("parameters", "sop")):
+        ids = tokenizer.encode_chat([user("x")], tools=[{"parameters": {key: {"type": kind}}}])
+        assert [i for i in ids if i in tokenizer.control_ids] == [260, 261]
+        assert tokenizer.decode(ids, skip_special=False) == f"<|im_start|>{key}<{kind}><|im_end|>"
