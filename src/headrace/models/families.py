@@ -42,12 +42,12 @@ HF_NAMES = {
     "up": "model.layers.{}.mlp.up_proj.weight", "down": "model.layers.{}.mlp.down_proj.weight",
 }  # fmt: skip
 
-# Tables of frequencies that old converters stored; the rotary embedding is computed from the configuration.
+# Tables of frequencies that old converters stored; the rotary embedding is computed from the configuration. `rope_freqs.weight` is not
+# among the weights either: gguf_config reads it into RopeConfig.freq_factors.
 IGNORED = {
-    "gguf": re.compile(r"blk\.\d+\.attn_rot_embd\.weight"),
+    "gguf": re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"),
     "safetensors": re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
 }
-USED_ELSEWHERE = {gguf_config.ROPE_FACTORS}  # read into RopeConfig.freq_factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def describe(source: GGUFFile | SafetensorsFolder) -> Network:
         else:
             uses[canonical] = Use(tensor, interleaved and key in ("q", "k", "q_bias", "k_bias"))
     for name in source.tensors:
-        if name not in used and name not in USED_ELSEWHERE and not IGNORED[source.kind].fullmatch(name):
+        if name not in used and not IGNORED[source.kind].fullmatch(name):
             raise ModelError(
                 source.path, name, f"unexpected tensor: the {config.architecture} architecture as configured has none of this name"
             )
