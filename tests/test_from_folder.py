@@ -123,3 +123,18 @@ def test_folders_without_a_readable_tokenizer(tmp_path: Path) -> None:
     library.decoder = decoders.WordPiece()
     with pytest.raises(UnsupportedModel, match="decoder"):
         load_tokenizer(save(tmp_path, library))
+
+
+def test_lower_bound_of_tokens_knows_what_normalization_may_take(tmp_path: Path) -> None:
+    library = byte_level_library()
+    longest = max(map(len, library.get_vocab()))
+    for normalizer, bound in (
+        (None, 1000),
+        (normalizers.NFC(), 250),
+        (normalizers.Replace(" ", "▁"), 1000),
+        (normalizers.Replace("  ", " "), 1),
+        (normalizers.Strip(), 1),
+    ):
+        if normalizer is not None:
+            library.normalizer = normalizer
+        assert load_tokenizer(save(tmp_path, library)).min_tokens("x" * 1000 * longest) == bound

@@ -54,7 +54,8 @@ class Detokenizer:
     """
 
     __slots__ = (
-        "_first", "_held", "_include_stop", "_last", "_longest", "_pending", "_stops", "_strip", "_texts", "num_tokens", "offset", "record", "stop",
+        "_first", "_held", "_include_stop", "_last", "_longest", "_pending", "_stops", "_strip", "_texts", "num_tokens", "offset",
+        "record", "stop",
     )  # fmt: skip
 
     def __init__(

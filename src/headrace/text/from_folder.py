@@ -16,6 +16,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from headrace.errors import ModelError, UnsupportedModel
 from headrace.text.bpe import LibraryEncoder
 from headrace.text.chat_template import ChatTemplate
+from headrace.text.pretokenizers import NFC_SHRINK
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocabulary import Vocabulary, end_ids, is_control_shaped
 
@@ -44,7 +45,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     # What the library does not call special it would find in a client's text: tell it which tokens we hold to be control tokens.
     library.add_special_tokens([AddedToken(token.content, normalized=False) for token in added.values() if token.content in control])
     library.encode_special_tokens = True
-    size = 1 + max([*library.get_vocab(with_added_tokens=True).values(), -1])
+    ids = library.get_vocab(with_added_tokens=True)
+    size = 1 + max(ids.values(), default=-1)
 
     def token_id(name: str) -> int | None:
         text = names.get(name)
@@ -63,6 +65,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         style=style,
         control=control,
         literal=frozenset(added),
+        longest=max(map(len, ids), default=1) * _shrink(library),
         stripped=frozenset(token.content for token in added.values() if token.rstrip),
     )
     return Tokenizer(
@@ -117,6 +120,20 @@ def _decoding(library: Any, path: Path) -> tuple[Any, bool]:
     if any(step.get("type") == "Replace" and step.get("content") == " " for step in steps):
         return "sentencepiece", any(step.get("type") == "Strip" and step.get("start", 0) > 0 for step in steps)
     raise UnsupportedModel(path, "decoder", f"unknown kind {kinds or None}; supported are ByteLevel and SentencePiece-style decoders")
+
+
+def _shrink(library: Any) -> int:
+    """How many characters normalization may make one of."""
+    shrink = 1
+    for step in _steps(_state(library.normalizer)):
+        kind = step.get("type")
+        if kind in ("NFC", "NFKC"):
+            shrink = NFC_SHRINK
+        elif kind == "Replace" and len(step["pattern"].get("String", "")) == 1 and step["content"]:
+            pass  # spaces, written as pieces write them
+        elif kind not in ("Prepend", "NFD", "NFKD", "Lowercase"):
+            return 1 << 30  # it may take text away
+    return shrink
 
 
 def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

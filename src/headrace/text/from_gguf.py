@@ -14,7 +14,7 @@ from headrace.errors import ModelError, UnsupportedModel
 from headrace.text.bpe import LibraryEncoder
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.literals import literal_pattern
-from headrace.text.pretokenizers import PRE_TOKENIZERS, nfc
+from headrace.text.pretokenizers import NFC_SHRINK, PRE_TOKENIZERS, PreTokenizer, nfc
 from headrace.text.sentencepiece import SPACE, ScoreBPE
 from headrace.text.tokenizer import Encoder, Tokenizer
 from headrace.text.vocabulary import Vocabulary, byte_of, end_ids, is_control_shaped
@@ -121,11 +121,13 @@ def tokenizer_from_metadata(values: Mapping[str, Any], file: object) -> Tokenize
     user_defined = {tokens[i]: i for i in marked if types[i] == USER_DEFINED and tokens[i] and tokens[i] not in control}
 
     encoder: Encoder
-    add_bos = llama
+    add_bos, shrink = llama, 1
     if llama:
         encoder = _score_encoder(meta, tokens, types, control, user_defined, special["unk_token"])
     else:
-        encoder, add_bos = _byte_level_encoder(meta, tokens, ids, control, user_defined)
+        rule = _rule(meta)
+        encoder = _byte_level_encoder(meta, rule, tokens, ids, control, user_defined)
+        add_bos, shrink = rule.add_bos, NFC_SHRINK if rule.nfc else 1
     bos_id, eos_id = special["bos_token"], special["eos_token"]
     add_bos, add_eos = meta.flag("add_bos_token", add_bos), meta.flag("add_eos_token", False)
     if add_bos and bos_id is None:
@@ -142,6 +144,7 @@ def tokenizer_from_metadata(values: Mapping[str, Any], file: object) -> Tokenize
         token_id=ids.get,
         style="sentencepiece" if llama else "byte_level",
         control=control,
+        longest=max(map(len, tokens)) * shrink,
         literal=frozenset([*control.values(), *user_defined.values()]) if not llama else frozenset(control.values()),
     )
     names = {name: tokens[token_id] for name, token_id in special.items() if token_id is not None}
@@ -169,10 +172,7 @@ def _chat_template(values: Mapping[str, Any], names: Mapping[str, str], file: ob
     )
 
 
-def _byte_level_encoder(
-    meta: _Metadata, tokens: list[str], ids: dict[str, int], control: Mapping[str, int], user_defined: Mapping[str, int]
-) -> tuple[LibraryEncoder, bool]:
-    """The encoder, and whether plain text begins with the beginning-of-text token where the file does not say."""
+def _rule(meta: _Metadata) -> PreTokenizer:
     name = meta.text("pre")
     if name is None:
         raise UnsupportedModel(
@@ -182,6 +182,17 @@ def _byte_level_encoder(
     if rule is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise UnsupportedModel(meta.file, _PREFIX + "pre", f"unknown pre-tokenizer {name!r}; known are {known}")
+    return rule
+
+
+def _byte_level_encoder(
+    meta: _Metadata,
+    rule: PreTokenizer,
+    tokens: list[str],
+    ids: dict[str, int],
+    control: Mapping[str, int],
+    user_defined: Mapping[str, int],
+) -> LibraryEncoder:
     texts = meta.strings("merges")
     try:
         merges = [(left, right) for left, right in map(str.split, texts, repeat(" "))]
@@ -202,7 +213,7 @@ def _byte_level_encoder(
         library.normalizer = nfc()
     library.pre_tokenizer = rule.build()
     library.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
-    return LibraryEncoder(library), rule.add_bos
+    return LibraryEncoder(library)
 
 
 def _score_encoder(

@@ -119,6 +119,7 @@ def _table() -> dict[str, PreTokenizer]:
 
 
 PRE_TOKENIZERS = _table()
+NFC_SHRINK = 4  # canonical composition makes one character of at most so many
 
 
 def nfc() -> Any:

@@ -54,7 +54,6 @@ class Tokenizer:
         self.chat_template = chat_template
         self.control_ids = frozenset(vocabulary.control.values())
         self._control_pattern = literal_pattern(vocabulary.control)
-        self._max_token_bytes: int | None = None
         self.pieces = _Pieces(vocabulary)
         self._texts = PieceTexts(self.pieces, self.control_ids, vocabulary.size)
         self._texts_with_control = PieceTexts(self.pieces, frozenset(), vocabulary.size)
@@ -137,9 +136,7 @@ class Tokenizer:
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of a text's tokens, without tokenizing it: to refuse what is far too long before working on it."""
-        if self._max_token_bytes is None:
-            self._max_token_bytes = max((len(self.pieces[i]) for i in range(self.vocab_size)), default=1) or 1
-        return -(-len(text) // self._max_token_bytes)  # a character is at least a byte
+        return -(-len(text) // self.vocabulary.longest)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of ids from the start of a text. Bytes that are not UTF-8 become U+FFFD."""

@@ -63,6 +63,7 @@ class Vocabulary:
     style: Literal["byte_level", "sentencepiece"]
     control: dict[str, int]  # only trusted text produces these
     literal: frozenset[int]
+    longest: int  # characters of a text that one token can stand for, at most
     stripped: frozenset[str] = field(default_factory=frozenset)  # control tokens that swallow the white space behind them
 
     def token_bytes(self, token_id: int) -> bytes:
