@@ -5,9 +5,9 @@
 Default model: the GGUF file is dequantized by the `gguf` package, so that nothing of Headrace's reader, packers or kernels is in the
 reference, and put into transformers' Llama as it is (level `file`) or rounded to bf16 (level `bf16`). smollm2.npz holds, for each level:
 
-* `<level>.nll`, `<level>.top1`, `<level>.margin`: over the first N tokens of the text in windows of 512 tokens, no beginning-of-text
-  token, each window on its own: the negative log-likelihood of each token but a window's first, the best token and by how many nats it
-  leads. Perplexity is exp of the mean nll.
+* `<level>.nll`, `<level>.top1`, `<level>.margin`: over N tokens of the text in windows of 512 tokens, spread evenly over all of it (one
+  article is not a text), no beginning-of-text token, each window on its own: the negative log-likelihood of each token but a window's
+  first, the best token and by how many nats it leads. Perplexity is exp of the mean nll.
 * `<level>.kl_*`: the distribution at some positions: the 512 best ids, their log-probabilities, and the log-probability of the rest in
   64 buckets (id mod 64). The KL divergence over these classes is a lower bound of the full one; the best 512 hold most of the mass.
 * `<level>.greedy`: greedy continuations of the prompts in smollm2.json, with the margin of each step.
@@ -157,9 +157,12 @@ def greedy(model: transformers.LlamaForCausalLM, prompt: list[int]) -> tuple[lis
 def default_golden(path: Path, text: Path, num_tokens: int) -> None:
     reader = gguf.GGUFReader(path)
     tokenizer = tokenizer_of(reader)
-    ids = np.array(tokenizer.encode(text.read_text()[: 8 * num_tokens]).ids[:num_tokens], np.int32)
-    if len(ids) < num_tokens:
-        raise SystemExit(f"{text}: {len(ids)} tokens, {num_tokens} wanted")
+    everything = np.array(tokenizer.encode(text.read_text()).ids, np.int32)
+    windows = num_tokens // WINDOW
+    if len(everything) < num_tokens:
+        raise SystemExit(f"{text}: {len(everything)} tokens, {num_tokens} wanted")
+    starts = [i * (len(everything) - WINDOW) // max(windows - 1, 1) for i in range(windows)]
+    ids = np.concatenate([everything[start : start + WINDOW] for start in starts])
     chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
     prompts = [{"text": prompt, "ids": tokenizer.encode(prompt).ids} for prompt in chats + PLAIN]
     arrays: dict[str, np.ndarray] = {"ids": ids}
