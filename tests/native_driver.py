@@ -25,6 +25,7 @@ class Driver:
     ) -> None:
         config = EngineConfig(context_length=context, num_blocks=blocks, max_batch_size=64, max_batch_tokens=max_tokens)
         self.executor = NativeExecutor(model, config, threads)  # type: ignore[arg-type]
+        self.max_tokens = max_tokens
         self.free = list(range(blocks))
         random.Random(seed).shuffle(self.free)
 
@@ -49,7 +50,7 @@ class Driver:
         answers: list[list[int]] = [[] for _ in prompts]
         done = [0] * len(prompts)
         while any(done[row] < len(prompt) + max(answer - 1, 0) for row, prompt in enumerate(prompts)):
-            budget = self.executor_budget
+            budget = self.max_tokens
             for row, prompt in enumerate(prompts):
                 known = len(prompt) + len(answers[row])
                 stop = min(known, done[row] + min(chunk, budget))
@@ -64,12 +65,9 @@ class Driver:
                     break
             self.executor.forward(plan)
             logits = self.executor.logits()
-            at = 0
+            digests = iter(self.hash_rows(logits))
             for c in plan.chunks:
-                for _ in range(c.logits_start, c.stop):
-                    assert np.isfinite(logits[at]).all()
-                    hashes[c.row].append(hashlib.blake2b(logits[at].tobytes(), digest_size=12).hexdigest())
-                    at += 1
+                hashes[c.row] += [next(digests) for _ in range(c.logits_start, c.stop)]
             if any(c.samples for c in plan.chunks):
                 tokens, _ = self.executor.sample(plan)
                 for c, token in zip([c for c in plan.chunks if c.samples], tokens, strict=True):
@@ -78,9 +76,10 @@ class Driver:
         self.free += taken
         return hashes, answers
 
-    @property
-    def executor_budget(self) -> int:
-        return 1024
+    @staticmethod
+    def hash_rows(logits: np.ndarray) -> list[str]:
+        assert np.isfinite(logits).all()
+        return [hashlib.blake2b(row.tobytes(), digest_size=12).hexdigest() for row in logits]
 
     def logits(self, prompt: Sequence[int]) -> np.ndarray:
         """float32 [len(prompt), vocab]: a copy."""
