@@ -108,7 +108,8 @@ class NativeExecutor:
         ld = -(-self._vocab // 16) * 16
         size = self._num_logits * ld
         pointer = (ctypes.c_float * size).from_address(self.program.logits_address())
-        flat = np.ctypeslib.as_array(pointer)
+        pointer.owner = self.program  # the memory lives as long as the view
+        flat = np.frombuffer(pointer, dtype=np.float32)
         return cast("npt.NDArray[np.float32]", flat.reshape(self._num_logits, ld)[:, : self._vocab])
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
