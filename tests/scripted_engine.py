@@ -29,14 +29,16 @@ from headrace.errors import InvalidRequest, UsageError
 from headrace.request import PROTOCOL_VERSION, Abort, EngineStats, Refusal, StepEvents, Submit, TokenLogprob
 from headrace.server import engine_process
 from headrace.server.app import Application, ServerSettings
+from headrace.server.listen import bind
 from headrace.server.messages import EngineSettings, Hello, Planned, Ready
-from headrace.server.run import Runner, bind, quiet_libraries
+from headrace.server.run import Runner, quiet_libraries
 from headrace.server.worker import Worker
 from headrace.text.detokenizer import Detokenizer, PieceTexts
 
 END, START, CRASH, HANG, RAISE, FAIL = 256, 257, 260, 261, 262, 263
 WORDS = {300: b"DEF", 301: b"HI", 302: b"beta ga", 303: b"mma delta", 304: b" word", 305: "é".encode(), 306: b"\xf0\x9f", 307: b"\x98\x80"}
 SPECIAL = {END: b"<|im_end|>", START: b"<|im_start|>"}
+THIS_FILE = str(Path(__file__).resolve())
 VOCAB = 320
 CONTEXT = 2048
 BLOCK = 32
@@ -205,7 +207,7 @@ def serve(arguments: list[str]) -> int:
     )
 
     async def main() -> int:
-        worker = Worker(settings, command=(sys.executable, str(Path(__file__).resolve())), watchdog_s=options.watchdog_s)
+        worker = Worker(settings, command=(sys.executable, THIS_FILE), watchdog_s=options.watchdog_s)
         app = Application(ServerSettings(("scripted",), max_body_bytes=1 << 20), worker)
         runner = Runner(app, sock, ByteTokenizer, shutdown_timeout_s=options.shutdown_timeout)
         print(sock.getsockname()[1], flush=True)
@@ -232,7 +234,7 @@ class ServerProcess:
 
     def __init__(self, *arguments: str) -> None:
         self.errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed with the process
-        command = [sys.executable, str(Path(__file__).resolve()), "serve", *arguments]
+        command = [sys.executable, THIS_FILE, "serve", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=ENVIRONMENT)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())

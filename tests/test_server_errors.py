@@ -56,7 +56,18 @@ RANGES: dict[str, list[str]] = {
     "priority": [*BAD_INTEGERS, "1"],
     "stop": ["1", "[1]", '""', '[""]', "{}", "true", json.dumps(["x"] * 17), json.dumps("x" * 513)],
     "stop_token_ids": ["1", '["a"]', "[-1]", f"[{VOCAB}]", "[2147483648]", "[true]", "[1.5]"],
-    "logit_bias": ["1", '{"AI":-100}', '{"1":"x"}', '{"1":NaN}', '{"1":1e9}', '{"1":-101}', f'{{"{VOCAB}":1}}', '{"-1":1}', '{"1.5":1}', "[]"],
+    "logit_bias": [
+        "1",
+        '{"AI":-100}',
+        '{"1":"x"}',
+        '{"1":NaN}',
+        '{"1":1e9}',
+        '{"1":-101}',
+        f'{{"{VOCAB}":1}}',
+        '{"-1":1}',
+        '{"1.5":1}',
+        "[]",
+    ],
     "stream": ["1", '"true"', "[]"],
     "ignore_eos": ["1", '"true"'],
     "model": ["1", "[]", "true"],
@@ -145,7 +156,26 @@ def test_bad_messages(server: ServerProcess, messages: Any) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", [], [[]], [""], ["a", ""], [["a"]], [1, "a"], [[1], 2], [-1], [VOCAB], [[5], [VOCAB]], [2**31], [1.5], [True], None, 5, {"a": 1}, [None]],
+    [
+        "",
+        [],
+        [[]],
+        [""],
+        ["a", ""],
+        [["a"]],
+        [1, "a"],
+        [[1], 2],
+        [-1],
+        [VOCAB],
+        [[5], [VOCAB]],
+        [2**31],
+        [1.5],
+        [True],
+        None,
+        5,
+        {"a": 1},
+        [None],
+    ],
     ids=str,
 )
 def test_bad_prompts(server: ServerProcess, prompt: Any) -> None:
@@ -156,7 +186,12 @@ def test_logprob_limits(server: ServerProcess) -> None:
     for value in (6, -1, True, 10**9, 1.5):
         refused(server, COMPLETIONS, {"prompt": "a", "logprobs": value})
     chat = {"messages": [{"role": "user", "content": "hi"}]}
-    for more in ({"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 2}, {"logprobs": 1}, {"max_tokens": 3, "max_completion_tokens": 4}):
+    for more in (
+        {"logprobs": True, "top_logprobs": 21},
+        {"top_logprobs": 2},
+        {"logprobs": 1},
+        {"max_tokens": 3, "max_completion_tokens": 4},
+    ):
         refused(server, CHAT, chat | more)
 
 
@@ -164,7 +199,8 @@ def test_logprob_limits(server: ServerProcess) -> None:
     "body",
     [
         b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"prompt":"\\ud800"}', b'{"prompt":"a"} trailing', b'{"prompt":"a",}',
-        b"[" * 100_000, b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"metadata":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+        b"[" * 100_000, b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"metadata":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
     ],
     ids=lambda body: repr(body[:20]),
 )  # fmt: skip

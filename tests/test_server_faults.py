@@ -309,6 +309,7 @@ def test_kept_connections_and_pipelines(shared: ServerProcess) -> None:
 
 def test_nothing_is_left_behind(shared: ServerProcess) -> None:
     server = shared
+
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 

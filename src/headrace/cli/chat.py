@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -20,7 +20,7 @@ from headrace.server.messages import EngineSettings
 PATH = "/v1/chat/completions"
 
 
-async def _remote(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _remote(url: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     """Events of a stream from any OpenAI-compatible server. Raises HeadraceError."""
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -86,7 +86,7 @@ def _ask() -> str | None:
     return text or None
 
 
-async def _show(events: AsyncIterator[dict[str, Any]]) -> str:
+async def _show(events: AsyncGenerator[dict[str, Any], None]) -> str:
     """Print an answer as it comes; Ctrl-C ends it (and the request), not the conversation. Returns its text."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
@@ -94,11 +94,12 @@ async def _show(events: AsyncIterator[dict[str, Any]]) -> str:
 
     async def read() -> None:
         try:
-            async for event in events:
-                for choice in event["choices"]:
-                    piece = choice["delta"].get("content") or ""
-                    parts.append(piece)
-                    print(piece, end="", flush=True)
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    for choice in event["choices"]:
+                        piece = choice["delta"].get("content") or ""
+                        parts.append(piece)
+                        print(piece, end="", flush=True)
         finally:
             stopped.set()
 

@@ -73,7 +73,7 @@ def run_server(options: ServeOptions) -> int:
     """Serve until stopped. Returns the exit code; raises HeadraceError for what a person can change."""
     started = time.monotonic()
     max_body = parse_size(options.max_body)
-    from headrace.server.run import bind  # small imports first: the port, then the engine, then everything else
+    from headrace.server.listen import bind  # small imports first: the port, then the engine, then everything else
 
     settings = engine_settings(options.engine, options.reference)
     sock = bind(options.host, options.port)

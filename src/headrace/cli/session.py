@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,25 +55,26 @@ class Session:
             raise HeadraceError("the request was not answered")
         return status, json.loads(bytes(parts))
 
-    async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streaming request. Raises HeadraceError with the server's message. Leaving early cancels the request."""
         pending, status = b"", 0
-        async for message in self._exchange(path, json.dumps(body | {"stream": True}).encode()):
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                continue
-            pending += message.get("body", b"")
-            *lines, pending = pending.split(b"\n\n") if status == 200 else [pending]
-            for line in lines:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise HeadraceError(event["error"]["message"])
-                    yield event
+        async with aclosing(self._exchange(path, json.dumps(body | {"stream": True}).encode())) as messages:
+            async for message in messages:
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                    continue
+                pending += message.get("body", b"")
+                *lines, pending = pending.split(b"\n\n") if status == 200 else [pending]
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            raise HeadraceError(event["error"]["message"])
+                        yield event
         if status != 200:
             raise HeadraceError(json.loads(pending)["error"]["message"])
 
-    async def _exchange(self, path: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
+    async def _exchange(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
         sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})

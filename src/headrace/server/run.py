@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from headrace.errors import HeadraceError, Unavailable, UsageError
+from headrace.errors import HeadraceError, Unavailable
 from headrace.server.app import Application
 from headrace.server.codec import TextCodec
 from headrace.server.http import make_server
@@ -19,21 +19,6 @@ from headrace.server.http import make_server
 log = logging.getLogger("headrace")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Listen before anything is loaded, so that a taken port is known at once. Raises UsageError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(2048)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(f"cannot listen on {host}:{port}: {reason}") from None
-    sock.setblocking(False)
-    return sock
 
 
 class Runner:

@@ -116,7 +116,7 @@ class Worker:
         self,
         settings: EngineSettings,
         *,
-        command: Sequence[str] = ENGINE_COMMAND,
+        command: Sequence[str] = (),
         on_planned: Callable[[Planned], None] = lambda planned: None,
         watchdog_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
@@ -127,7 +127,7 @@ class Worker:
         self.generation = 0
         self.restarts = 0
         self.fatal: HeadraceError | None = None
-        self._command = command
+        self._command = tuple(command) or ENGINE_COMMAND
         self._on_planned = on_planned
         self._on_ready: Callable[[Ready], None] = lambda ready: None
         self._on_fatal: Callable[[HeadraceError], None] = lambda error: None

@@ -1,0 +1,201 @@
+"""One generation request from its bytes to an answer: read under limits, validated, tokenized, bounded, and sent to the engine."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, ModelNotFound, RequestError, Unavailable
+from headrace.server import protocol
+from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
+from headrace.server.codec import TextCodec
+from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, error_body
+from headrace.server.responses import StreamAnswer, WholeAnswer
+from headrace.server.wire import Wire
+
+if TYPE_CHECKING:
+    from headrace.server.app import Application
+
+log = logging.getLogger("headrace.http")
+
+Scope = MutableMapping[str, Any]
+INLINE_CHARS = 4096  # longer text is tokenized off the event loop
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class WrongMediaType(RequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class Disconnected(Exception):
+    """The client left before it had sent everything."""
+
+
+class Generate:
+    """One generation endpoint, as a raw ASGI application: it lives as long as the request, and waits for the client to leave."""
+
+    def __init__(self, app: Application, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        app = self._app
+        extensions = scope.get("extensions") or {}
+        # The server's own `send`: the router's wrappers around it watch for exceptions, and none leave here.
+        wire = Wire(scope["headrace.send"], extensions.get("headrace.abort"), extensions.get("headrace.write"))
+        request_id: str = scope["headrace.request_id"]
+        try:
+            answer = await self._prepare(scope, receive, wire, request_id)
+        except Disconnected:
+            return
+        except RequestError as error:
+            self._refuse(wire, request_id, error)
+            return
+        except Exception:
+            log.exception("%s: request could not be prepared", request_id)
+            self._refuse(wire, request_id, EngineFailed("internal error"))
+            return
+        app.answers.add(answer)
+        app.idle.clear()
+        try:
+            answer.begin()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            answer.cancel()
+            app.answers.discard(answer)
+            if not app.answers:
+                app.idle.set()
+
+    def _refuse(self, wire: Wire, request_id: str, error: RequestError) -> None:
+        self._app.metrics.ended(self._endpoint, "refused" if error.status < 500 or error.status == 503 else "failed")
+        log.info("%s %s refused: %d %s", request_id, self._endpoint, error.status, error.code)
+        headers = [*JSON_HEADERS, (b"x-request-id", request_id.encode()), *retry_headers(error)]
+        if error.status == 413 or self._app.draining:
+            headers.append((b"connection", b"close"))
+        wire.respond(error.status, headers, error_body(error))
+
+    async def _prepare(self, scope: Scope, receive: Any, wire: Wire, request_id: str) -> Answer:
+        app = self._app
+        limits = app.limits
+        body = await _read_body(scope, receive, app.settings.max_body_bytes)
+        limits = app.limits  # again: the body may have taken its time
+        codec = app.codec
+        if codec is None:
+            raise Unavailable("the model is still loading")
+        request: protocol.Common
+        if self._endpoint == "chat":
+            request = chat = protocol.parse_chat(body)
+            asked, logprobs = chat.max_completion_tokens or chat.max_tokens, (chat.top_logprobs or 0) if chat.logprobs else -1
+            messages = protocol.chat_messages(chat)
+            texts = [message["content"] for message in messages]
+            self._check_model(request)
+            chars = _check_texts(codec, texts, request, limits)
+            prompts = await app.off_loop(lambda: [codec.encode_chat(messages)], chars)
+        else:
+            request = completion = protocol.parse_completion(body)
+            asked = completion.max_tokens or protocol.COMPLETION_TOKENS
+            logprobs = -1 if completion.logprobs is None else completion.logprobs
+            self._check_model(request)
+            given = protocol.completion_prompts(completion, limits.vocab_size)
+            chars = _check_texts(codec, [each for each in given if isinstance(each, str)], request, limits)
+            prompts = await app.off_loop(
+                lambda: [codec.encode(each, add_special=True) if isinstance(each, str) else each for each in given], chars
+            )
+        if request.truncate_prompt_tokens is not None:
+            prompts = [ids[-request.truncate_prompt_tokens :] for ids in prompts]
+        max_tokens = _max_tokens(prompts, asked, limits.context_length)
+        stream = bool(request.stream)
+        salt = request.cache_salt or ""
+        if request.cache_prompt is False:
+            salt = f"{salt}/{random.getrandbits(64):x}"  # shares blocks with nobody
+        work = Work(
+            endpoint=self._endpoint,
+            prompts=prompts,
+            params=protocol.sampling_params(request, limits, max_tokens, logprobs),
+            seed=protocol.draw_seed(request),
+            num_samples=protocol.num_samples(request),
+            stop=protocol.stop_strings(request),
+            include_stop=bool(request.include_stop_str_in_output),
+            stream=stream,
+            priority=request.priority or 0,
+            cache_salt=salt,
+        )
+        options = request.stream_options
+        kind: type[Format] = ChatFormat if self._endpoint == "chat" else CompletionFormat
+        fmt = kind(
+            f"{random.getrandbits(96):024x}",
+            int(time.time()),
+            request.model or app.settings.model_names[0],
+            with_usage=bool(options is not None and options.include_usage),
+        )
+        make: type[Answer] = StreamAnswer if stream else WholeAnswer
+        return make(work, fmt, wire, app.worker, codec, app.metrics, request_id=request_id, arrived_at=scope["headrace.arrived"])
+
+    def _check_model(self, request: protocol.Common) -> None:
+        if request.model is not None and request.model not in self._app.settings.model_names:
+            raise unknown_model(request.model)
+
+
+def _check_texts(codec: TextCodec, texts: list[str], request: protocol.Common, limits: protocol.Limits) -> int:
+    """Refuse what is far too long before working on it. Returns the characters in all."""
+    limit = limits.context_length
+    for text in texts:
+        if len(text) > INLINE_CHARS and request.truncate_prompt_tokens is None and (least := codec.min_tokens(text)) > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has at least {least} tokens: prompt and answer together may have {limit}", param="prompt"
+            )
+    return sum(map(len, texts))
+
+
+def _max_tokens(prompts: list[list[int]], asked: int | None, limit: int) -> int:
+    """The answer's length limit. Raises InvalidRequest or ContextLengthExceeded."""
+    for ids in prompts:
+        if not ids:
+            raise InvalidRequest("prompt: it has no tokens", param="prompt")
+    longest = max(len(ids) for ids in prompts)
+    if longest >= limit:
+        raise ContextLengthExceeded(
+            f"the prompt has {longest} tokens and leaves no room for an answer: prompt and answer together may have {limit}", param="prompt"
+        )
+    if asked is None:
+        return limit - longest
+    if longest + asked > limit:
+        raise ContextLengthExceeded(
+            f"the prompt has {longest} tokens and max_tokens asks for {asked}, {longest + asked} in all: "
+            f"prompt and answer together may have {limit}",
+            param="max_tokens",
+        )
+    return asked
+
+
+def unknown_model(name: str) -> ModelNotFound:
+    return ModelNotFound(f"the model {name[:100]!r} is not served here", param="model")
+
+
+async def _read_body(scope: Scope, receive: Any, limit: int) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise BodyTooLarge(f"the body has {int(value)} bytes, expected at most {limit}")
+        if name == b"content-encoding" and value.lower() != b"identity":
+            raise WrongMediaType("content-encoding: a compressed body is not accepted")
+        if name == b"content-type" and not value.lower().startswith(b"application/json"):
+            raise WrongMediaType("content-type: expected application/json")
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise BodyTooLarge(f"the body has more than {limit} bytes")
+        if not message.get("more_body", False):
+            return bytes(body)
