@@ -18,31 +18,21 @@ constexpr float kNibbleScale = 1.0f / 16;  // u is 16 * nibble
 
 #if HEADRACE_LEVEL >= 2
 
-// A tile is kTileRows x 32 columns: 12 int32 and 12 fp32 accumulators, two weights, one broadcast, five to spare of 32 registers.
+// A tile is kTileRows x 32 columns: 12 int32 and 12 fp32 accumulators, four weights, one broadcast and a mask of 32 registers.
+// Nibbles are unpacked in registers, whatever the number of rows: on a machine with four vector pipes the shifts and ands fill slots the two
+// multipliers leave, and half the bytes come from L2. Measured at 48-252 rows: 92-95 % of the port bound, 88-91 % with the panel unpacked once into scratch.
 constexpr int kTileRows = 6;
-// A row block's activations stay in L2 while the panels pass: 512 KiB of a 1 MiB L2, and at most 256 rows of gate tiles in scratch.
-constexpr int64_t kBlockBytes = 512 * 1024, kBlockRows = 256;
-// From here on a panel's nibbles are unpacked once into scratch instead of once for each tile. Measured, see docs/numerics.md... 
-constexpr int64_t kUnpackRows = 24;
+// Panels that stay in L2 (1 MiB, half of it for activations and results) while all the tiles of rows pass over them.
+constexpr int64_t kChunkBytes = 256 * 1024;
 
-// How a panel's record lies in memory.
-enum class Body { nibbles, bytes, unpacked };
-
-template <Body body, bool has_min>
-constexpr int64_t record_bytes() {
-  return body == Body::nibbles ? (has_min ? 640 : 576) : body == Body::bytes ? 1088 : has_min ? 1280 : 1152;
+// Half 0 or 1 of the 32 columns' scales, as they multiply the integers, and minima.
+template <Format format>
+inline __m512 load_scale(const uint8_t* record, int half) {
+  const __m512 scale = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(record) + half));
+  return format == Format::q8_0 ? scale : _mm512_mul_ps(scale, _mm512_set1_ps(kNibbleScale));
 }
-
-template <Body body>
-inline __m512 load_scale(const uint8_t* p, int half) {
-  if (body == Body::unpacked) return _mm512_load_ps(reinterpret_cast<const float*>(p) + 16 * half);
-  const __m512 scale = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p) + half));
-  return body == Body::nibbles ? _mm512_mul_ps(scale, _mm512_set1_ps(kNibbleScale)) : scale;
-}
-template <Body body>
-inline __m512 load_min(const uint8_t* p, int half) {
-  if (body == Body::unpacked) return _mm512_load_ps(reinterpret_cast<const float*>(p) + 32 + 16 * half);
-  return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p + 64) + half));
+inline __m512 load_min(const uint8_t* record, int half) {
+  return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(record + 64) + half));
 }
 
 // Rows of a matrix with `stride` bytes between them, addressed from two pointers so that six rows cost three registers.
@@ -69,16 +59,18 @@ inline __m512 broadcast(const uint8_t* p) {
 }
 
 // out[rows][32] <- `rows` rows times one panel.
-template <Body body, bool has_min, int rows>
+template <Format format, int rows>
 void tile(const Linear& a, const uint8_t* panel, int64_t row, float* out) {
+  constexpr bool has_min = format == Format::q4_1;
+  constexpr int64_t record = static_cast<int64_t>(group_bytes(format));
   const Activations& in = a.in;
   RowBase q(in.q + row * in.ldq, in.ldq), scale(in.scale + row * in.ldg, in.ldg * 4), corr(in.corr + row * in.ldg, in.ldg * 4),
       sum(in.sum + row * in.ldg, in.ldg * 4);
   __m512 acc[rows][2];
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
-  const uint8_t* const end = panel + a.k / kGroup * record_bytes<body, has_min>();
-  for (; panel != end; panel += record_bytes<body, has_min>()) {
+  const uint8_t* const end = panel + a.k / kGroup * record;
+  for (; panel != end; panel += record) {
     __m512i i[rows][2];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
@@ -88,7 +80,7 @@ void tile(const Linear& a, const uint8_t* panel, int64_t row, float* out) {
         i[r][0] = i[r][1] = _mm512_castps_si512(broadcast(corr.row(r)));
       }
     }
-    if (body == Body::nibbles) {
+    if (format != Format::q8_0) {
       const __m512i high = _mm512_set1_epi8(static_cast<char>(0xF0));
       const uint8_t* w = panel + (has_min ? 128 : 64);
 #pragma GCC unroll 4
@@ -110,7 +102,7 @@ void tile(const Linear& a, const uint8_t* panel, int64_t row, float* out) {
         }
       }
     } else {
-      const uint8_t* w = panel + (body == Body::bytes ? 64 : has_min ? 256 : 128);
+      const uint8_t* w = panel + 64;
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++, w += 128) {
         const __m512i v0 = _mm512_load_si512(w), v1 = _mm512_load_si512(w + 64);
@@ -122,7 +114,7 @@ void tile(const Linear& a, const uint8_t* panel, int64_t row, float* out) {
         }
       }
     }
-    const __m512 s0 = load_scale<body>(panel, 0), s1 = load_scale<body>(panel, 1);
+    const __m512 s0 = load_scale<format>(panel, 0), s1 = load_scale<format>(panel, 1);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
       const __m512 x = broadcast(scale.row(r));
@@ -130,7 +122,7 @@ void tile(const Linear& a, const uint8_t* panel, int64_t row, float* out) {
       acc[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i[r][1]), _mm512_mul_ps(s1, x), acc[r][1]);
     }
     if (has_min) {
-      const __m512 m0 = load_min<body>(panel, 0), m1 = load_min<body>(panel, 1);
+      const __m512 m0 = load_min(panel, 0), m1 = load_min(panel, 1);
 #pragma GCC unroll 6
       for (int r = 0; r < rows; r++) {
         const __m512 x = broadcast(sum.row(r));
@@ -150,90 +142,33 @@ void tile(const Linear& a, const uint8_t* panel, int64_t row, float* out) {
 
 using Tile = void (*)(const Linear& a, const uint8_t* panel, int64_t row, float* out);
 
-template <Body body, bool has_min>
-Tile tile_of(int rows) {
-  static const Tile table[kTileRows] = {tile<body, has_min, 1>, tile<body, has_min, 2>, tile<body, has_min, 3>,
-                                        tile<body, has_min, 4>, tile<body, has_min, 5>, tile<body, has_min, 6>};
-  return table[rows - 1];
-}
-
-// Nibbles to bytes 16 * u, scales and minima to fp32: the integers and the scales are those `tile` makes itself from nibbles.
-template <bool has_min>
-void unpack(const uint8_t* from, int64_t groups, uint8_t* to) {
-  const __m512i high = _mm512_set1_epi8(static_cast<char>(0xF0));
-  for (int64_t g = 0; g < groups; g++, from += record_bytes<Body::nibbles, has_min>(), to += record_bytes<Body::unpacked, has_min>()) {
-    for (int half = 0; half < 2; half++) {
-      _mm512_store_ps(reinterpret_cast<float*>(to) + 16 * half, load_scale<Body::nibbles>(from, half));
-      if (has_min) _mm512_store_ps(reinterpret_cast<float*>(to) + 32 + 16 * half, load_min<Body::nibbles>(from, half));
-    }
-    const uint8_t* in = from + (has_min ? 128 : 64);
-    uint8_t* out = to + (has_min ? 256 : 128);
-    for (int j = 0; j < 4; j++, in += 128, out += 256) {
-      const __m512i v0 = _mm512_load_si512(in), v1 = _mm512_load_si512(in + 64);
-      _mm512_store_si512(out, _mm512_and_si512(_mm512_slli_epi16(v0, 4), high));
-      _mm512_store_si512(out + 64, _mm512_and_si512(_mm512_slli_epi16(v1, 4), high));
-      _mm512_store_si512(out + 128, _mm512_and_si512(v0, high));
-      _mm512_store_si512(out + 192, _mm512_and_si512(v1, high));
-    }
-  }
-}
-
 // Part `i` of `count` into `parts` near-equal ones: its first element.
 inline int64_t part(int64_t count, int64_t parts, int64_t i) { return count / parts * i + (i < count % parts ? i : count % parts); }
 
-// All row tiles of [row, stop) times one panel: out[stop - row][32].
-template <Body body, bool has_min, typename Then>
-inline void panel_tiles(const uint8_t* panel, int64_t row, int64_t stop, Then then) {
-  const int64_t tiles = (stop - row + kTileRows - 1) / kTileRows;
-  for (int64_t t = 0; t < tiles; t++) {
-    const int64_t first = row + part(stop - row, tiles, t);
-    const int rows = static_cast<int>(row + part(stop - row, tiles, t + 1) - first);
-    then(tile_of<body, has_min>(rows), panel, first, rows);
-  }
-}
-
-template <Body body, bool has_min>
-void rows_by_panels(const Linear& a, int64_t row, int64_t stop, int64_t begin, int64_t end, uint8_t* scratch) {
-  const int64_t groups = a.k / kGroup;
-  const size_t stride = static_cast<size_t>(groups) * group_bytes(a.format);
-  constexpr bool packed = body != Body::unpacked;
-  float* gate = reinterpret_cast<float*>(scratch);  // [stop - row][32]
-  uint8_t* wide = scratch + kBlockRows * kPanel * 4;
-  alignas(64) float out[kTileRows * kPanel];
-  const auto ready = [&](int64_t p) {
-    const uint8_t* panel = a.weight + static_cast<size_t>(p) * stride;
-    if (packed) return panel;
-    unpack<has_min>(panel, groups, wide);
-    return static_cast<const uint8_t*>(wide);
-  };
-  for (int64_t p = begin; p < end; p++) {
-    if (a.epilogue == Epilogue::silu_mul) {
-      panel_tiles<body, has_min>(ready(2 * p), row, stop,
-                                 [&](Tile f, const uint8_t* panel, int64_t first, int) { f(a, panel, first, gate + (first - row) * kPanel); });
-      panel_tiles<body, has_min>(ready(2 * p + 1), row, stop, [&](Tile f, const uint8_t* panel, int64_t first, int rows) {
-        f(a, panel, first, out);
-        finish_pair(a, first, rows, p, gate + (first - row) * kPanel, out);
-      });
-    } else {
-      panel_tiles<body, has_min>(ready(p), row, stop, [&](Tile f, const uint8_t* panel, int64_t first, int rows) {
-        f(a, panel, first, out);
-        finish_tile(a, first, rows, p, out);
-      });
-    }
-  }
-}
-
-template <Body body, bool has_min>
-void run(const Linear& a, int64_t begin, int64_t end, uint8_t* scratch) {
-  int64_t most = kBlockBytes / a.k;
-  most = most > kBlockRows ? kBlockRows : most < 48 ? 48 : most;
-  const int64_t blocks = (a.rows + most - 1) / most;
-  for (int64_t b = 0; b < blocks; b++) {
-    const int64_t row = part(a.rows, blocks, b), stop = part(a.rows, blocks, b + 1);
-    if (body == Body::nibbles && stop - row >= kUnpackRows) {
-      rows_by_panels<Body::unpacked, has_min>(a, row, stop, begin, end, scratch);
-    } else {
-      rows_by_panels<body, has_min>(a, row, stop, begin, end, scratch);
+// Chunks of panels; over each chunk the tiles of rows, near-equal in height so that none is a lone row beside full ones.
+template <Format format>
+void run(const Linear& a, int64_t begin, int64_t end) {
+  static const Tile table[kTileRows] = {tile<format, 1>, tile<format, 2>, tile<format, 3>, tile<format, 4>, tile<format, 5>, tile<format, 6>};
+  const bool pairs = a.epilogue == Epilogue::silu_mul;
+  const int64_t unit = a.k / kGroup * static_cast<int64_t>(group_bytes(format)) * (pairs ? 2 : 1);
+  const int64_t most = kChunkBytes / unit > 1 ? kChunkBytes / unit : 1, tiles = (a.rows + kTileRows - 1) / kTileRows;
+  alignas(64) float out[2][kTileRows * kPanel];
+  for (int64_t first = begin; first < end; first += most) {
+    const int64_t last = end - first < most ? end : first + most;
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t row = part(a.rows, tiles, t);
+      const int rows = static_cast<int>(part(a.rows, tiles, t + 1) - row);
+      const Tile multiply = table[rows - 1];
+      const uint8_t* panel = a.weight + first * unit;
+      for (int64_t p = first; p < last; p++, panel += unit) {
+        multiply(a, panel, row, out[0]);
+        if (pairs) {
+          multiply(a, panel + unit / 2, row, out[1]);
+          finish_pair(a, row, rows, p, out[0], out[1]);
+        } else {
+          finish_tile(a, row, rows, p, out[0]);
+        }
+      }
     }
   }
 }
@@ -280,15 +215,14 @@ void columns(const Linear& a, int64_t p, int64_t row, float* out) {
 
 }  // namespace
 
-void linear_int(const Linear& a, int64_t begin, int64_t end, uint8_t* scratch) {
+void linear_int(const Linear& a, int64_t begin, int64_t end, uint8_t*) {
 #if HEADRACE_LEVEL >= 2
   switch (a.format) {
-    case Format::q4_0: return run<Body::nibbles, false>(a, begin, end, scratch);
-    case Format::q4_1: return run<Body::nibbles, true>(a, begin, end, scratch);
-    default: return run<Body::bytes, false>(a, begin, end, scratch);
+    case Format::q4_0: return run<Format::q4_0>(a, begin, end);
+    case Format::q4_1: return run<Format::q4_1>(a, begin, end);
+    default: return run<Format::q8_0>(a, begin, end);
   }
 #else
-  (void)scratch;
   alignas(64) float gate[kPanel], out[kPanel];
   for (int64_t p = begin; p < end; p++)
     for (int64_t row = 0; row < a.rows; row++) {
