@@ -78,4 +78,4 @@ DEV_PYTHON ?= .venv/bin/python
 native:
 	cmake -G Ninja -S . -B build/dev -DPython_EXECUTABLE=$(abspath $(DEV_PYTHON)) > /dev/null
 	ninja -C build/dev
-	cp build/dev/_native*.so src/headrace/
+	for f in build/dev/_native*.so; do cp $$f src/headrace/.new.so && mv src/headrace/.new.so src/headrace/$$(basename $$f); done

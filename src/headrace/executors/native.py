@@ -107,7 +107,7 @@ class NativeExecutor:
         """The logits of the last step, [rows wanted, vocab]: a view that the next step overwrites. `sample` changes it in place."""
         ld = -(-self._vocab // 16) * 16
         size = self._num_logits * ld
-        pointer = (ctypes.c_float * size).from_address(self.program.logits_address())
+        pointer: Any = (ctypes.c_float * size).from_address(self.program.logits_address())
         pointer.owner = self.program  # the memory lives as long as the view
         flat = np.frombuffer(pointer, dtype=np.float32)
         return cast("npt.NDArray[np.float32]", flat.reshape(self._num_logits, ld)[:, : self._vocab])
