@@ -110,7 +110,7 @@ class NativeExecutor:
         pointer: Any = (ctypes.c_float * size).from_address(self.program.logits_address())
         pointer.owner = self.program  # the memory lives as long as the view
         flat = np.frombuffer(pointer, dtype=np.float32)
-        return cast("npt.NDArray[np.float32]", flat.reshape(self._num_logits, ld)[:, : self._vocab])
+        return flat.reshape(self._num_logits, ld)[:, : self._vocab]
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
         """Force tokens onto a row instead of sampling them (quality runs, tests)."""
