@@ -2,9 +2,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bind.h"
 #include "kernels.h"
@@ -106,6 +111,56 @@ void embed(int format, const Vector<const uint8_t>& weight, int64_t n, int64_t i
   headrace::kernels().embed(f, weight.data(), static_cast<int64_t>(k), id, scale, out.data());
 }
 
+using OptionalInts = std::optional<Vector<const int32_t>>;
+
+nb::tuple sample(const Vector<float>& logits, float temperature, float top_p, float min_p, int top_k, float repetition_penalty,
+                 float presence_penalty, float frequency_penalty, uint64_t seed, int sample_index, int num_logprobs, const OptionalInts& tokens,
+                 int num_prompt, const OptionalInts& bias_ids, const std::optional<Vector<const float>>& bias_values,
+                 const std::optional<Vector<const uint32_t>>& mask) {
+  const size_t vocab = logits.shape(0);
+  if (vocab < 1 || vocab > size_t{1} << 30) fail("[sample] logits: expected 1 to 2^30, got " + std::to_string(vocab));
+  headrace::Sampling s = {};
+  s.temperature = temperature;
+  s.top_p = top_p;
+  s.min_p = min_p;
+  s.top_k = top_k;
+  s.repetition_penalty = repetition_penalty;
+  s.presence_penalty = presence_penalty;
+  s.frequency_penalty = frequency_penalty;
+  s.seed = seed;
+  s.sample_index = sample_index;
+  s.num_logprobs = num_logprobs;
+  if (num_logprobs < -1 || num_logprobs > static_cast<int64_t>(vocab))
+    fail("[sample] num_logprobs: expected -1 to " + std::to_string(vocab) + ", got " + std::to_string(num_logprobs));
+  if (tokens) {
+    s.tokens = tokens->data();
+    s.num_tokens = static_cast<int32_t>(tokens->shape(0));
+  }
+  s.num_prompt = num_prompt;
+  if (num_prompt < 0 || num_prompt > s.num_tokens)
+    fail("[sample] num_prompt: expected 0 to " + std::to_string(s.num_tokens) + ", got " + std::to_string(num_prompt));
+  if (bias_ids.has_value() != bias_values.has_value() || (bias_ids && bias_ids->shape(0) != bias_values->shape(0)))
+    fail("[sample] bias_ids, bias_values: expected as many values as ids");
+  if (bias_ids) {
+    s.num_bias = static_cast<int32_t>(bias_ids->shape(0));
+    s.bias_ids = bias_ids->data();
+    s.bias_values = bias_values->data();
+  }
+  if (mask) {
+    if (mask->shape(0) < (vocab + 31) / 32)
+      fail("[sample] mask: expected " + std::to_string((vocab + 31) / 32) + " words, got " + std::to_string(mask->shape(0)));
+    s.mask = mask->data();
+  }
+  const size_t bytes = (headrace::sample_scratch(static_cast<int64_t>(vocab)) + 63) / 64 * 64;
+  const std::unique_ptr<uint8_t, decltype(&std::free)> scratch(static_cast<uint8_t*>(std::aligned_alloc(64, bytes)), &std::free);
+  if (!scratch) throw std::bad_alloc();
+  std::vector<int32_t> top_ids(num_logprobs > 0 ? num_logprobs : 0);
+  std::vector<float> top_logprobs(top_ids.size());
+  const headrace::Sampled out =
+      headrace::kernels().sample(logits.data(), static_cast<int64_t>(vocab), s, top_ids.data(), top_logprobs.data(), scratch.get());
+  return nb::make_tuple(out.token, out.logprob, top_ids, top_logprobs);
+}
+
 }  // namespace
 
 void bind_rowwise(nb::module_& m) {
@@ -117,4 +172,10 @@ void bind_rowwise(nb::module_& m) {
         "RMSNorm of each row times weight [k], written as `quantize` does.");
   m.def("embed", embed, "format"_a, "weight"_a.noconvert(), "n"_a, "id"_a, "scale"_a, "out"_a.noconvert(),
         "out[k] = row `id` of a packed [n, k] weight, times scale.");
+  m.def("sample", sample, "logits"_a.noconvert(), "temperature"_a = 1.0f, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "top_k"_a = 0,
+        "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f, "seed"_a = 0, "sample_index"_a = 0,
+        "num_logprobs"_a = -1, "tokens"_a.noconvert() = nb::none(), "num_prompt"_a = 0, "bias_ids"_a.noconvert() = nb::none(),
+        "bias_values"_a.noconvert() = nb::none(), "mask"_a.noconvert() = nb::none(),
+        "Sample one row of logits, which is changed: (token, log-probability, ids of the best, their log-probabilities). tokens: prompt, then\n"
+        "generated, int32; mask: uint32, a bit a token. Log-probabilities only with num_logprobs >= 0.");
 }
