@@ -97,7 +97,7 @@ def serve(
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name(s) clients use. Default: the file's name.")] = None,
     max_body_size: Annotated[str, typer.Option(help="Largest request body.")] = "4MiB",
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds running requests get after SIGTERM.")] = 10.0,
-    log_level: Annotated[LogLevel, typer.Option(help="What is logged.")] = LogLevel.WARNING,
+    log_level: Annotated[LogLevel, typer.Option(help="What is logged; info: a line a request.")] = LogLevel.INFO,
 ) -> None:
     """Serve a model over an OpenAI-compatible API.
 
