@@ -225,6 +225,8 @@ FIVE = Chunk(0, 0, 5, 4, True)
         ("a sample too early", Plan([Chunk(0, 0, 4, 3, True)], **ALONE)),
         ("an unknown row", Plan([Chunk(1, 0, 4, 4, False)], **ALONE)),
         ("two chunks of a row", Plan([Chunk(0, 0, 4, 4, False), Chunk(0, 4, 5, 4, True)], **ALONE)),
+        ("a copy of a copy", Plan([FIVE], **ALONE, copies=[(4, 5), (5, 6)])),
+        ("two copies to one place", Plan([FIVE], **ALONE, copies=[(4, 6), (5, 6)])),
         ("a row freed twice", Plan(freed_rows=[3])),
         ("a row taken twice", Plan(new_rows=[row([1]), row([2])])),
         ("a gap in the table", Plan(new_rows=[row([1] * 9)], new_blocks=[(0, 1, [0])])),

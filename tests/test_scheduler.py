@@ -8,9 +8,13 @@ import pytest
 from engine_oracle import END, END_TOKENS, ids, submit
 
 from headrace.config import EngineConfig
+from headrace.engine.blocks import BlockPool
 from headrace.engine.budget import FIRST_TOKENS, MIN_CHUNK, StepBudget
 from headrace.engine.plan import Plan
+from headrace.engine.prefix import PrefixHasher
+from headrace.engine.samples import Request
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.sharing import Sharing
 from headrace.errors import ContextLengthExceeded, InvalidRequest, QueueFull, UsageError
 from headrace.executors.simulated import VirtualClock
 from headrace.request import StepEvents, Submit, TokenLogprob
@@ -293,6 +297,22 @@ def test_sharers_fill_a_block_together() -> None:
     assert it.step() == {B: (30, 31), C: (0, 1), A: (28, 31)}
 
 
+def test_no_block_is_copied_while_those_before_it_are_in_the_making() -> None:
+    pool = BlockPool(4, block_tokens=4)
+    hasher = PrefixHasher()
+    sharing = Sharing(pool, hasher, enabled=True, caching=True)
+    (sample,) = Request(submit(1, [1] * 8), (), 64).samples
+    first = hasher.extend(hasher.root(""), ids([1] * 4))
+    second = hasher.extend(first, ids([1] * 4))
+    blocks = pool.take(2)
+    assert blocks is not None
+    pool.promise(blocks[0], first)
+    pool.publish(blocks[1], second)  # its own beginning was another copy, since evicted
+    assert sharing.find(sample) == ([blocks[0]], -1, 0)
+    pool.publish(blocks[0], first)
+    assert sharing.find(sample) == ([blocks[0]], blocks[1], 7)
+
+
 # Samples of one request
 
 
@@ -421,6 +441,49 @@ def test_newcomers_leave_room_for_those_who_run() -> None:
     assert it.step() == {B: (0, 20)}
 
 
+def test_a_request_is_not_stalled_while_one_of_its_samples_runs() -> None:
+    it = Driver(num_blocks=9, context_length=36)
+    it.add(submit(1, [1] * 8, 21, num_samples=2))
+    while A not in it.ended:
+        step = it.step()
+    assert it.scheduler.tally.preemptions == 1
+    assert (1, 1) not in step
+    it.clock.advance(5.0)
+    it.finish()
+    assert it.stalled == [(1, 5.0)], "from the end of the first to the return of the second"
+
+
+def test_blocks_let_go_by_a_preemption_let_others_in_at_once() -> None:
+    it = Driver(num_blocks=12, context_length=40, policy="priority", prefix_cache=False)
+    it.add(submit(1, [1] * 4, 20, priority=0), submit(2, [2] * 31, 9, priority=2))
+    it.step()
+    it.add(submit(3, [3] * 7, 9, priority=1))
+    while it.scheduler.tally.preemptions == 0:
+        assert C not in it.step()
+    assert set(it.step()) == {A, C}
+    it.finish()
+
+
+def test_a_smaller_newcomer_with_priority_is_not_held_up_by_a_larger_one() -> None:
+    it = Driver(num_blocks=10, context_length=40, policy="priority")
+    it.add(submit(1, [1] * 4, 20), submit(2, [2] * 36, 4, priority=1))
+    it.step()
+    it.step()
+    it.add(submit(3, [3], 4))
+    assert set(it.step()) == {A, C}
+
+
+def test_a_newcomer_with_priority_goes_before_a_preempted_sample() -> None:
+    it = Driver(num_blocks=6, context_length=24, policy="priority", max_batch_size=2)
+    it.add(submit(1, [1] * 7, 10, priority=1), submit(2, [2] * 7, 10, priority=1))
+    while it.scheduler.tally.preemptions == 0:
+        it.step()
+    it.add(submit(3, [3] * 5, 3, priority=0))
+    it.finish()
+    assert list(it.ended) == [C, A, B] or list(it.ended) == [A, C, B]
+    assert list(it.ended)[-1] == B
+
+
 def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
     it = Driver(context_length=16)
     it.add(submit(1, [7] * 15, 1))
@@ -483,13 +546,18 @@ def test_fair_gives_no_credit_for_idle_time() -> None:
 
 
 def test_fair_lets_the_preempted_back_before_anyone_new() -> None:
-    it = Driver(policy="fair", num_blocks=6, context_length=24, prefix_cache=False)
-    it.add(submit(1, [1] * 7, 14, tenant="a"), submit(2, [2] * 7, 14, tenant="b"))
+    it = Driver(policy="fair", num_blocks=6, context_length=24, prefix_cache=False, max_batch_size=2)
+    it.add(submit(1, [1] * 7, 14, tenant="a"))
+    it.step()
+    it.add(submit(2, [2] * 7, 1, tenant="a"), submit(3, [3] * 7, 14, tenant="b"))
+    next(iter(it.scheduler._queues.fair._accounts.values())).served += 1  # "a" is ahead by a token: the third goes before the second
     while it.scheduler.tally.preemptions == 0:
         it.step()
-    it.add(submit(3, [3] * 7, 1, tenant="never served"))
+    it.add(submit(4, [4], 1, tenant="never served"))
+    while not (step := it.step().keys() & {B, C, (4, 0)}):
+        pass
+    assert C in step, "the third was preempted; the others came first or were served less, and need fewer blocks"
     it.finish()
-    assert list(it.ended) == [A, B, C]
 
 
 def test_static_batches_run_to_completion() -> None:

@@ -50,7 +50,7 @@ class Plan:
     new_rows: list[NewRow] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # row, index of the first, block ids
-    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies (from, to): copy on write
+    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies (from, to), in any order: copy on write
 
     @property
     def num_tokens(self) -> int:

@@ -65,7 +65,7 @@ class Sample:
     def end_reason(self) -> FinishReason | None:
         """Whether its tokens so far have ended it."""
         num_tokens = len(self.tokens)
-        if num_tokens > self.request.num_prompt and self.tokens[-1] in self.ends and num_tokens > self.shortest:
+        if num_tokens > self.shortest and self.tokens[-1] in self.ends:
             return "stop"
         return "length" if num_tokens >= self.limit else None
 

@@ -158,9 +158,9 @@ class Scheduler:
             sample.num_computed = stop
             if start // size != stop // size:
                 self._sharing.publish(sample, start, stop)
-            if sample.prefilling:
-                self._advance_prompt(sample, chunk)
             if samples:
+                if sample.prefilling:
+                    self._end_prefill(sample)
                 token = tokens[len(request_ids)]
                 sample.tokens.append(token)
                 request_ids.append(sample.request_id)
@@ -326,13 +326,11 @@ class Scheduler:
 
     # How it is taken apart
 
-    def _advance_prompt(self, sample: Sample, chunk: Chunk) -> None:
-        """More than one token, or the first one, was computed."""
-        if chunk.samples:
-            self._rows.end_prefill(sample)
-        if not sample.has_prompt and chunk.stop >= sample.request.num_prompt:
-            self._sharing.add_donor(sample)
-            self._unpark(sample.request)
+    def _end_prefill(self, sample: Sample) -> None:
+        """A sample has caught up with its tokens, the whole prompt among them."""
+        self._rows.end_prefill(sample)
+        self._sharing.add_donor(sample)
+        self._unpark(sample.request)
 
     def _unpark(self, request: Request) -> None:
         """The prompt is computed (or is not to be shared): the other samples may come."""

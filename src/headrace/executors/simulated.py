@@ -145,6 +145,9 @@ class SimulatedExecutor:
     def _check(self, plan: Plan) -> None:
         """Copy, write the keys and values of all chunks, then read: the order within a layer of a real executor."""
         size, slots = self._size, self._slots
+        targets = {target for _, target in plan.copies}
+        if len(targets) < len(plan.copies) or targets & {source for source, _ in plan.copies}:
+            raise PagingError(f"copies {plan.copies} depend on their order")
         for source, target in plan.copies:
             slots[target] = list(slots[source])
         written: set[tuple[int, int]] = set()
