@@ -1,0 +1,144 @@
+"""`headrace serve` with the default model: both processes, the real kernels, over a real port."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scripted_engine import ENVIRONMENT, ServerProcess, wait_for
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class HeadraceServe(ServerProcess):
+    """The command itself, on a free port."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.started = time.monotonic()
+        command = [sys.executable, "-m", "headrace", "serve", "--port", "0", "--log-level", "warning", "--memory", "1GiB", *arguments]
+        self.log = ""
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+        self.errors = open(os.devnull)  # noqa: SIM115 - closed with the process
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.port = int(line.rsplit(":", 1)[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HeadraceServe]:
+    with HeadraceServe("--max-batch-size", "32") as server:
+        yield server
+        wait_for(lambda: server.metric("requests_open") == 0)
+        wait_for(lambda: server.metric("kv_blocks", state="held") == 0)
+        assert server.end() == 0
+
+
+def ask(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24} | more
+
+
+def test_it_knows_the_capital_of_france(server: HeadraceServe) -> None:
+    status, body = server.post(CHAT, ask("What is the capital of France?"))
+    assert status == 200
+    assert "Paris" in body["choices"][0]["message"]["content"]
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"temperature": 1, "seed": 3, "n": 3},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 1, "repetition_penalty": 1.2},
+        {"stop": ["river", "."]},
+        {"logprobs": True, "top_logprobs": 3},
+        {"ignore_eos": True, "max_tokens": 40, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"logit_bias": {"260": -100}, "min_tokens": 10},
+    ],
+    ids=str,
+)
+def test_stream_equals_whole_and_repeats(server: HeadraceServe, more: dict[str, Any]) -> None:
+    body = ask("Tell me about a river.", **more)
+    _, whole = server.post(CHAT, body)
+    _, again = server.post(CHAT, body)
+    assert again["choices"] == whole["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    texts: dict[int, str] = {}
+    entries: list[Any] = []
+    for event in server.stream(CHAT, body):
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["delta"].get("content", "")
+            entries += (choice["logprobs"] or {}).get("content", [])
+    assert [texts[i] for i in sorted(texts)] == [choice["message"]["content"] for choice in whole["choices"]]
+    if "logprobs" in more:
+        content = whole["choices"][0]["logprobs"]["content"]
+        assert entries == content
+        assert len(content) == whole["usage"]["completion_tokens"]
+        assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in content)  # greedy: the best one
+        assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == whole["choices"][0]["message"]["content"]
+
+
+def test_same_answer_whatever_else_runs(server: HeadraceServe) -> None:
+    alone = server.complete("The water of the river", max_tokens=20)["choices"]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        same = [pool.submit(server.complete, "The water of the river", max_tokens=20) for _ in range(8)]
+        others = [pool.submit(server.complete, f"{i} other " * (5 * i + 1), max_tokens=15, temperature=1) for i in range(12)]
+        assert all(future.result(60)["choices"] == alone for future in same)
+        assert all(future.result(60)["usage"]["completion_tokens"] <= 15 for future in others)
+
+
+def test_a_killed_engine_changes_no_token(server: HeadraceServe) -> None:
+    """Promise 2: the streams go on with the very tokens that would have come."""
+    requests = [
+        {"prompt": f"Chapter {i}. The", "max_tokens": 120, "ignore_eos": True, "temperature": i % 2, "seed": i, "n": 1 + i % 3 // 2}
+        for i in range(6)
+    ]
+
+    def streamed(body: dict[str, Any]) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        for event in server.stream(COMPLETIONS, body):
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        return texts
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        quiet = list(pool.map(streamed, requests))
+        before = server.metric("generation_tokens_total")
+        disturbed = [pool.submit(streamed, body) for body in requests]
+        wait_for(lambda: server.metric("generation_tokens_total") > before + 100)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        killed_at = time.monotonic()
+        wait_for(lambda: server.metric("engine_restarts_total") == 1)
+        wait_for(lambda: server.get("/ready")[0] == 200)
+        assert time.monotonic() - killed_at < 3.0
+        assert [future.result(60) for future in disturbed] == quiet
+
+
+def test_a_prompt_longer_than_the_pool() -> None:
+    with HeadraceServe("--memory", "400MiB", "--threads", "1", "--level", "int4") as server:
+        pool = int(server.metric("kv_blocks")) * 32
+        assert pool < 8192
+        status, body = server.post(COMPLETIONS, {"prompt": [5] * (pool + 1), "max_tokens": 1})
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert str(pool) in body["error"]["message"]
+        assert str(pool + 1) in body["error"]["message"]
+        assert server.complete([5] * 100, max_tokens=2)["usage"]["completion_tokens"] <= 2
+        assert server.end() == 0
+
+
+def test_a_file_of_requests(tmp_path: Any) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "One, two, three,", "max_tokens": 4, "temperature": 0}\n' * 3)
+    command = [sys.executable, "-m", "headrace", "generate", str(source), "-o", str(target), "--memory", "1GiB"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 requests, 0 failed" in done.stderr
+    assert target.read_text().count('"text": " four,') == 3
