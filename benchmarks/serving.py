@@ -51,7 +51,7 @@ class Server:
     def __init__(self, model: Path, port: int, flags: list[str]) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.begun = time.perf_counter()
-        command = [sys.executable, "-m", "headrace", "serve", str(model), "--port", str(port), *flags]
+        command = [sys.executable, "-m", "headrace", "serve", str(model), "--port", str(port), "--log-level", "warning", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def wait_until_ready(self, timeout: float = 120.0) -> float:
@@ -159,7 +159,7 @@ class Rounds:
 
 
 def requests_for(concurrency: int, given: int | None) -> int:
-    return given or max(20, 2 * concurrency)
+    return given or min(96, max(20, 4 * concurrency))
 
 
 def append(path: Path | None, row: Row) -> None:
@@ -193,7 +193,7 @@ def report(rows: list[Row]) -> None:
 def add_rounds(parser: argparse.ArgumentParser) -> None:
     floor.add_workload(parser)
     parser.add_argument("--concurrency", type=int, action="append", help="may be given several times (1, 8, 32)")
-    parser.add_argument("--requests", type=int, help="a round (20, or twice the concurrency)")
+    parser.add_argument("--requests", type=int, help="a round (four times the concurrency, from 20 to 96)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="append each round as a line of JSON")
     parser.add_argument("--serve-flags", default="", help="for `headrace serve`, in one word")
