@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from array import array
 from collections.abc import Sequence
@@ -14,9 +15,12 @@ import numpy as np
 from headrace.config import BLOCK_TOKENS, EngineConfig
 from headrace.engine.plan import Chunk, NewRow, Plan
 from headrace.executors.native import NativeExecutor
+from headrace.models import loader
+from headrace.models.hub import default_model_path
 from headrace.request import SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden"
+HASHES = GOLDEN / "hashes.json"
 TINY = sorted(path.name for path in (GOLDEN / "tiny").iterdir())
 
 
@@ -80,3 +84,24 @@ def copy_with_zeros(folder: Path, target: Path, tensor: str) -> None:
                 data[8 + size + begin : 8 + size + end] = bytes(end - begin)
         if file.suffix in (".safetensors", ".json"):
             (target / file.name).write_bytes(data)
+
+
+def numerics_version() -> int:
+    """As docs/numerics.md states it."""
+    title = (Path(__file__).parents[1] / "docs" / "numerics.md").read_text().splitlines()[0]
+    return int(title.rpartition(" ")[2])
+
+
+def all_hashes() -> dict[str, str]:
+    """Model -> hash of the logits of a fixed sequence, at the level in use. The default model's is short: scalar kernels are slow."""
+    found = {}
+    for name in TINY:
+        executor = executor_for(loader.load_model(GOLDEN / "tiny" / name, "bf16"), 128)
+        found[name] = digest(logits_of(executor, golden(f"tiny/{name}/logits")["ids"].tolist(), 128))
+    executor = executor_for(loader.load_model(default_model_path()), 32)
+    found["default"] = digest(logits_of(executor, golden("smollm2")["ids"][:12].tolist(), 32))
+    return found
+
+
+def digest(logits: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()[:32]

