@@ -185,6 +185,13 @@ def test_the_time_budget_survives_a_machine_that_slept_and_follows_one_that_slow
     assert drive(budget, 0.005, 0.002, 60)[-1] == pytest.approx(0.1, rel=0.15)
 
 
+def test_the_time_budget_trusts_no_size_far_beyond_those_it_has_seen() -> None:
+    budget = StepBudget(0.1, 4096)
+    for tokens, seconds, most in ((1, 0.01, 64), (8, 0.01, 64), (64, 0.0101, 128), (128, 0.0102, 256), (256, 0.09, 512)):
+        budget.observe(tokens, seconds)
+        assert budget.tokens <= most
+
+
 def test_the_time_budget_is_bounded_and_can_be_off() -> None:
     off = StepBudget(0.0, 300)
     assert drive(off, 10.0, 1.0, 3) == [310.0] * 3
@@ -545,18 +552,27 @@ def test_fair_gives_no_credit_for_idle_time() -> None:
     assert [request_id for request_id, _ in it.ended] == [1, 2, 3, 4, 10, 5, 11, 6, 12]
 
 
+def test_fair_forgets_no_debt_while_anyone_is_busy() -> None:
+    it = Driver(policy="fair", max_batch_size=1)
+    it.add(submit(1, LONG, 1, tenant="greedy"), *(submit(request_id, [1], 4, tenant="other") for request_id in (2, 3, 4)))
+    it.step()
+    it.step()
+    it.add(submit(5, [1], 4, tenant="greedy"))
+    it.finish()
+    assert [request_id for request_id, _ in it.ended] == [1, 2, 3, 4, 5]
+
+
 def test_fair_lets_the_preempted_back_before_anyone_new() -> None:
     it = Driver(policy="fair", num_blocks=6, context_length=24, prefix_cache=False, max_batch_size=2)
     it.add(submit(1, [1] * 7, 14, tenant="a"))
     it.step()
-    it.add(submit(2, [2] * 7, 1, tenant="a"), submit(3, [3] * 7, 14, tenant="b"))
+    it.add(submit(2, [2] * 19, 1, tenant="a"), submit(3, [3] * 7, 14, tenant="b"))
     next(iter(it.scheduler._queues.fair._accounts.values())).served += 1  # "a" is ahead by a token: the third goes before the second
     while it.scheduler.tally.preemptions == 0:
         it.step()
-    it.add(submit(4, [4], 1, tenant="never served"))
-    while not (step := it.step().keys() & {B, C, (4, 0)}):
+    while not (step := it.step().keys() & {B, C}):
         pass
-    assert C in step, "the third was preempted; the others came first or were served less, and need fewer blocks"
+    assert step == {C}, "the third was preempted; the second came earlier, and they do not fit together"
     it.finish()
 
 
@@ -665,6 +681,7 @@ def test_a_resumed_request_goes_on_after_what_was_sent() -> None:
     (new,) = plan.new_rows
     assert (new.tokens, new.num_prompt, new.sample_index) == (ids([1] * 6 + [0] * 3), 6, 0)
     it.hear(it.scheduler.commit(plan, [0]))
+    assert it.scheduler.tally.prompt_tokens == 6
     assert it.step() == {(1, 0): (9, 10), (1, 3): (5, 6)}, "the fourth shares the prompt"
     it.finish()
     assert it.ended == {(1, 0): "length", (1, 1): "length", (1, 2): "stop", (1, 3): "length"}
