@@ -23,16 +23,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from headrace.errors import InvalidRequest, UsageError
 from headrace.request import PROTOCOL_VERSION, Abort, EngineStats, Refusal, StepEvents, Submit, TokenLogprob
 from headrace.server import engine_process
-from headrace.server.app import Application, ServerSettings
-from headrace.server.listen import bind
 from headrace.server.messages import EngineSettings, Hello, Planned, Ready
-from headrace.server.run import Runner, quiet_libraries
-from headrace.server.worker import Worker
 from headrace.text.detokenizer import Detokenizer, PieceTexts
 
 END, START, CRASH, HANG, RAISE, FAIL = 256, 257, 260, 261, 262, 263
@@ -183,6 +177,14 @@ def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tup
 
 
 def serve(arguments: list[str]) -> int:
+    # The engine process, which is started more often, needs none of these.
+    import uvloop
+
+    from headrace.server.app import Application, ServerSettings
+    from headrace.server.listen import bind
+    from headrace.server.run import Runner, quiet_libraries
+    from headrace.server.worker import Worker
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-ms", type=float, default=2.0)

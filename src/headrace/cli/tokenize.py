@@ -25,9 +25,10 @@ def read_text(file: str) -> str:
 
 def run_tokenize(reference: str, file: str, *, as_json: bool) -> None:
     """Raises UsageError or ModelError."""
-    tokenizer = load_tokenizer(resolve_model(reference))
+    path, text = resolve_model(reference), read_text(file)
+    tokenizer = load_tokenizer(path)
     try:
-        ids = tokenizer.encode(read_text(file))
+        ids = tokenizer.encode(text)
     except InvalidRequest as error:
         raise UsageError(error.message) from None
     if as_json:
