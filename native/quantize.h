@@ -160,6 +160,50 @@ inline uint32_t absmax_bits(const Group& x) {
   *sum = s * static_cast<float>(total);
 }
 
+#if HEADRACE_LEVEL >= 1
+inline __m128i max_quarters(const Group& x) {
+#if HEADRACE_LEVEL >= 2
+  const __m512i sign = _mm512_set1_epi32(0x7fffffff);
+  const __m512i a = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(x.v[0]), sign), _mm512_and_si512(_mm512_castps_si512(x.v[1]), sign));
+  const __m256i b = _mm256_max_epu32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+#else
+  const __m256i sign = _mm256_set1_epi32(0x7fffffff);
+  __m256i b = _mm256_and_si256(_mm256_castps_si256(x.v[0]), sign);
+  for (int i = 1; i < 4; i++) b = _mm256_max_epu32(b, _mm256_and_si256(_mm256_castps_si256(x.v[i]), sign));
+#endif
+  return _mm_max_epu32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+}
+
+// Four neighbouring groups, as store_quantized does one: a lane each for the divisions and the sums, which is what a single group waits for.
+[[maybe_unused]] inline void store_quantized4(const Group (&x)[4], int8_t* q, float* scale, int32_t* corr, float* sum) {
+  const __m128i m0 = max_quarters(x[0]), m1 = max_quarters(x[1]), m2 = max_quarters(x[2]), m3 = max_quarters(x[3]);
+  const __m128i a = _mm_max_epu32(_mm_unpacklo_epi32(m0, m1), _mm_unpackhi_epi32(m0, m1));
+  const __m128i b = _mm_max_epu32(_mm_unpacklo_epi32(m2, m3), _mm_unpackhi_epi32(m2, m3));
+  const __m128i bits = _mm_max_epu32(_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b));
+  const __m128i above = _mm_sub_epi32(bits, _mm_set1_epi32(kTinyBits)), most = _mm_set1_epi32(kInfBits - kTinyBits - 1);
+  if (_mm_movemask_epi8(_mm_cmpeq_epi32(_mm_min_epu32(above, most), above)) != 0xffff) {  // a group that is tiny, Inf or NaN
+    for (int j = 0; j < 4; j++) store_quantized(x[j], q + 32 * j, scale + j, corr + j, sum + j);
+    return;
+  }
+  const __m128 absmax = _mm_castsi128_ps(bits), s = _mm_div_ps(absmax, _mm_set1_ps(127.0f));
+  alignas(16) float inverse[4];
+  _mm_store_ps(inverse, _mm_div_ps(_mm_set1_ps(127.0f), absmax));
+  __m128i pairs[4];
+  for (int j = 0; j < 4; j++) {
+    const __m256i i = to_int8(x[j], inverse[j]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + 32 * j), i);
+    const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(i, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    pairs[j] = _mm_add_epi32(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
+  }
+  const auto low_halves = [](__m128i u, __m128i v) { return _mm_castps_si128(_mm_shuffle_ps(_mm_castsi128_ps(u), _mm_castsi128_ps(v), 0x88)); };
+  const __m128i both = _mm_hadd_epi32(low_halves(pairs[0], pairs[1]), low_halves(pairs[2], pairs[3]));
+  const __m128i total = _mm_sub_epi32(both, _mm_set1_epi32(32 * 128));
+  _mm_storeu_ps(scale, s);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(corr), _mm_sub_epi32(_mm_setzero_si128(), _mm_slli_epi32(total, 7)));
+  _mm_storeu_ps(sum, _mm_mul_ps(s, _mm_cvtepi32_ps(total)));
+}
+#endif
+
 // Group `group` of row `row` of `act`: whichever of q and b is not null.
 [[maybe_unused]] inline void store_group(const Activations& act, int64_t row, int64_t group, const Group& x) {
   if (act.q) {
@@ -167,6 +211,21 @@ inline uint32_t absmax_bits(const Group& x) {
     store_quantized(x, act.q + row * act.ldq + 32 * group, act.scale + at, act.corr + at, act.sum + at);
   }
   if (act.b) store_bf16(x, act.b + row * act.ldb + 32 * group);
+}
+
+// Groups [0, groups) of a row, made by group(g).
+template <typename Make>
+inline void store_groups(const Activations& act, int64_t row, int64_t groups, const Make& group) {
+  int64_t g = 0;
+#if HEADRACE_LEVEL >= 1
+  for (; act.q && g + 4 <= groups; g += 4) {
+    const int64_t at = row * act.ldg + g;
+    const Group x[4] = {group(g), group(g + 1), group(g + 2), group(g + 3)};
+    store_quantized4(x, act.q + row * act.ldq + 32 * g, act.scale + at, act.corr + at, act.sum + at);
+    for (int j = 0; act.b && j < 4; j++) store_bf16(x[j], act.b + row * act.ldb + 32 * (g + j));
+  }
+#endif
+  for (; g < groups; g++) store_group(act, row, g, group(g));
 }
 
 }  // namespace

@@ -122,23 +122,25 @@ void embed_row(const uint8_t* weight, int64_t k, int64_t id, float scale, float*
 
 }  // namespace
 
-void quantize(const float* x, int64_t ld, int64_t k, int64_t begin, int64_t end, const Activations& act) {
+void quantize(const float* x, int64_t ld, int64_t k, int64_t begin, int64_t end, const Activations& out) {
+  const Activations act = out;  // a copy that no store can reach: its fields stay in registers
   const int64_t full = k / kGroup;
   const int rest = static_cast<int>(k % kGroup);
   for (int64_t row = begin; row < end; row++) {
     const float* p = x + row * ld;
-    for (int64_t g = 0; g < full; g++) store_group(act, row, g, load_group(p + kGroup * g));
+    store_groups(act, row, full, [&](int64_t g) { return load_group(p + kGroup * g); });
     if (rest) store_group(act, row, full, load_group(p + kGroup * full, rest));
   }
 }
 
-void rms_norm(const float* x, int64_t ld, int64_t k, const float* weight, float eps, int64_t begin, int64_t end, const Activations& act) {
+void rms_norm(const float* x, int64_t ld, int64_t k, const float* weight, float eps, int64_t begin, int64_t end, const Activations& out) {
+  const Activations act = out;
   const int64_t full = k / kGroup;
   const int rest = static_cast<int>(k % kGroup);
   for (int64_t row = begin; row < end; row++) {
     const float* p = x + row * ld;
     const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(p, k) / static_cast<float>(k) + eps);
-    for (int64_t g = 0; g < full; g++) store_group(act, row, g, normalize(load_group(p + kGroup * g), factor, load_group(weight + kGroup * g)));
+    store_groups(act, row, full, [&](int64_t g) { return normalize(load_group(p + kGroup * g), factor, load_group(weight + kGroup * g)); });
     if (rest) store_group(act, row, full, normalize(load_group(p + kGroup * full, rest), factor, load_group(weight + kGroup * full, rest)));
   }
 }

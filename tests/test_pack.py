@@ -122,6 +122,7 @@ def test_q8_0_rounds_to_the_nearest_code(seed: int, exponent: float) -> None:
     q = codes.reshape(2, 2, 32) - 128
     assert np.abs(q).max() <= 127
     units = np.divide(groups, scales[..., None], out=np.zeros_like(groups), where=scales[..., None] > 0)
+    assert np.abs(units).max() <= 127.5  # also a subnormal scale reaches the extreme
     assert np.all(np.abs(np.clip(units, -127, 127) - q) <= 0.5 + 127 * 2**-24)
 
 
