@@ -192,6 +192,15 @@ def test_the_time_budget_trusts_no_size_far_beyond_those_it_has_seen() -> None:
         assert budget.tokens <= most
 
 
+@pytest.mark.parametrize("seconds", [0.2, 1.0, 100.0])
+@pytest.mark.parametrize("tokens", [1, 20, 64, 500])
+def test_the_time_budget_recovers_from_a_slow_first_step(tokens: int, seconds: float) -> None:
+    budget = StepBudget(0.1, 4096)
+    budget.observe(tokens, seconds)
+    drive(budget, 0.005, 0.0005, 60)
+    assert budget.tokens == pytest.approx(190, rel=0.15)
+
+
 def test_the_time_budget_is_bounded_and_can_be_off() -> None:
     off = StepBudget(0.0, 300)
     assert drive(off, 10.0, 1.0, 3) == [310.0] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 FIRST_TOKENS = 64  # before anything is measured; then at most twice what was
 MIN_CHUNK = 16  # prompt tokens a step may always compute: fewer cost a narrow GEMM nearly as much
 _RATE = 0.3  # weight of the newest step among those of its size
+_DEARER = 2.0  # a token in a larger step costs at most so many times one in a smaller step: in truth it costs less
 
 
 class StepBudget:
@@ -12,8 +13,9 @@ class StepBudget:
 
     Steps are put together by size, a power of two each, and every size has a moving average (tokens, seconds); between two averages the
     cost is a line, fixed + per token. So a thousand decode steps in a row cannot make it forget what a prompt costs, and what is flat
-    for few tokens (bound by memory) may be steep for many. A step counts as at most twice what its size took before: a machine that
-    slept is not a slow model. `target_s` 0: always `max_tokens`.
+    for few tokens (bound by memory) may be steep for many. A machine that slept is not a slow model: a step counts as at most twice
+    what its size took before, as at most what a larger one takes, and its tokens as at most twice as dear as those of a smaller one,
+    so that no slow step deters for ever from its size. `target_s` 0: always `max_tokens`.
     """
 
     __slots__ = ("_max_tokens", "_mean_seconds", "_mean_tokens", "_target", "tokens")
@@ -41,12 +43,17 @@ class StepBudget:
 
     def _solve(self) -> float:
         """The tokens at which the averages reach the target. Beyond the last one it goes on as it came, and at most to twice its tokens."""
+        known = []
+        ceiling = float("inf")
+        for tokens, seconds in zip(reversed(self._mean_tokens), reversed(self._mean_seconds), strict=True):
+            if seconds > 0:
+                ceiling = min(ceiling, seconds)
+                known.append((tokens, ceiling))
         low_tokens = low_seconds = slope = 0.0
-        for tokens, seconds in zip(self._mean_tokens, self._mean_seconds, strict=True):
-            if seconds == 0:
-                continue
-            if tokens > low_tokens:
-                slope = (seconds - low_seconds) / (tokens - low_tokens)
+        for tokens, seconds in reversed(known):
+            if low_tokens > 0:
+                seconds = min(seconds, _DEARER * low_seconds * tokens / low_tokens)
+            slope = (seconds - low_seconds) / (tokens - low_tokens)
             if seconds > self._target:
                 return low_tokens + (self._target - low_seconds) / slope
             low_tokens, low_seconds = tokens, seconds
