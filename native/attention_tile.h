@@ -1,9 +1,9 @@
 // The arithmetic of attention on one tile: up to 6 (query, head) rows against one KV chunk of 64 tokens. Included by attention.cpp, once per level.
 //
 // Canonical, per (row, chunk), whatever the tile, the split of the prompt or the thread:
-//   S[t]  = q . k[t]                 one accumulator, d ascending (level 3: VDPBF16PS on pairs of d; else fma, fp32)
-//   m     = max S                    over the visible tokens [lo, hi) of the chunk
-//   p[t]  = exp((S[t] - m) * scale)  exactly 0 where invisible
+//   S[t]  = q . k[t]               one accumulator, d ascending (level 3: VDPBF16PS on pairs of d; else fma, fp32)
+//   m     = c * max S              over the visible tokens [lo, hi) of the chunk; c = scale * log2(e), a product of fp32
+//   p[t]  = 2^(fma(S[t], c, -m))   exactly 0 where invisible
 //   l     = sum p                    lane j: (p[j] + p[16+j]) + (p[32+j] + p[48+j]); then lanes j + (j+8), j + (j+4), j + (j+2), j + (j+1)
 //   P[t]  = bf16(p[t])
 //   O[d]  = sum P[t] v[t][d]         from zero, token pairs [lo/2, ceil(hi/2)) ascending, the invisible half of a pair zeroed
@@ -32,14 +32,15 @@ struct Visible {
   int lo[kTileRows], hi[kTileRows];
   int lo_min, lo_max, hi_min, hi_max;  // over all rows
   bool empty(int r) const { return lo[r] >= hi[r]; }
+  bool all() const { return lo_max == 0 && hi_min == kKvChunk; }
 };
+constexpr Visible kSeesAll = {{0, 0, 0, 0, 0, 0}, {64, 64, 64, 64, 64, 64}, 0, 0, 64, 64};
 
-// Where O goes. merge: o = fma(O_c, beta, o * alpha). Else o = O_c.
+// Where O goes: o = fma(O_c, beta, o * alpha), or, where alpha is null, o = O_c.
 struct Output {
   float* o;
   int64_t stride;  // floats from row to row
   const float *alpha, *beta;
-  bool merge;
 };
 
 // What a tile works in, in the L1 cache.
@@ -57,41 +58,57 @@ struct alignas(64) TileScratch {
   float exponent[16];  // rows' alpha, then (from 8) beta
 };
 
+// 2^t for t <= 1, clamped at 2^-125: n = rint(t) by adding and subtracting 1.5 * 2^23, whose sum also holds n in its low bits; 2^(t - n) by a
+// polynomial of degree 5, relative error below 2e-7, exactly 1 at 0. NaN stays NaN. Five multiplications a vector less than exp_ps.
+constexpr float kExp2Lo = -125.0f, kExp2Magic = 12582912.0f;
+constexpr float kExp2[5] = {1.326472731e-3f, 9.671512991e-3f, 5.550733581e-2f, 2.402224243e-1f, 6.931470037e-1f};
+
 inline const uint32_t* words(const bf16* p) { return reinterpret_cast<const uint32_t*>(p); }
 
-// Query words of a tile, [pair][row] (levels 0 to 2: [d][row], widened), so that a row is at a constant offset.
-template <int R>
-void pack_queries(Word* out, const bf16* const* rows, int head_dim) {
-  for (int d = 0; d < head_dim; d += 2)
-    for (int r = 0; r < R; r++) {
+// The queries of a tile. Level 3 reads their words where they are; the others want them widened once: [d][row], so that a row is at a constant
+// offset.
 #if HEADRACE_LEVEL == 3
-      uint32_t w;
-      std::memcpy(&w, rows[r] + d, 4);
-      out[d / 2 * R + r] = w;
+struct Queries {
+  const uint32_t* row[kTileRows];
+};
 #else
-      out[d * R + r] = from_bf16(rows[r][d]);
-      out[(d + 1) * R + r] = from_bf16(rows[r][d + 1]);
-#endif
-    }
+struct Queries {
+  const float* packed;
+};
+template <int R>
+void widen_queries(float* out, const bf16* const* rows, int head_dim) {
+  for (int r = 0; r < R; r++)
+    for (int d = 0; d < head_dim; d++) out[d * R + r] = from_bf16(rows[r][d]);
 }
+#endif
 
 #if HEADRACE_LEVEL == 0
 
+inline float exp2_f32(float t) {
+  t = kExp2Lo > t ? kExp2Lo : t;
+  const float shifted = t + kExp2Magic, f = t - (shifted - kExp2Magic);
+  float p = kExp2[0];
+  for (int i = 1; i < 5; i++) p = __builtin_fmaf(p, f, kExp2[i]);
+  p = __builtin_fmaf(p, f, 1.0f);
+  return bits_to_float(float_to_bits(p) + (float_to_bits(shifted) << 23));
+}
+
 template <int R>
-void scores(TileScratch& w, const Word* q, const ChunkView& c, int head_dim, float scale, const Visible& see) {
+void scores(TileScratch& w, const Queries& q, const ChunkView& c, int head_dim, float c2, const Visible& see) {
   for (int r = 0; r < R; r++) {
     float* s = w.s[r];
     w.m[r] = kMinusInf;
     for (int t = see.lo[r]; t < see.hi[r]; t++) {
       const bf16* k = c.k[t / kBlock] + t % kBlock * 2;
       float sum = 0;
-      for (int d = 0; d < head_dim; d++) sum = __builtin_fmaf(q[d * R + r], from_bf16(k[d / 2 * 2 * kBlock + d % 2]), sum);
+      for (int d = 0; d < head_dim; d++) sum = __builtin_fmaf(q.packed[d * R + r], from_bf16(k[d / 2 * 2 * kBlock + d % 2]), sum);
       s[t] = sum;
       if (sum > w.m[r]) w.m[r] = sum;
     }
+    w.m[r] *= c2;
     float lane[16];
     for (int t = 0; t < kKvChunk; t++) {
-      s[t] = t >= see.lo[r] && t < see.hi[r] ? exp_f32((s[t] - w.m[r]) * scale) : 0.0f;
+      s[t] = t >= see.lo[r] && t < see.hi[r] ? exp2_f32(__builtin_fmaf(s[t], c2, -w.m[r])) : 0.0f;
       w.p[r][t] = from_bf16(to_bf16(s[t]));
     }
     for (int j = 0; j < 16; j++) lane[j] = (s[j] + s[16 + j]) + (s[32 + j] + s[48 + j]);
@@ -102,7 +119,7 @@ void scores(TileScratch& w, const Word* q, const ChunkView& c, int head_dim, flo
 }
 
 template <int R>
-void values(const TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out) {
+void values(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out) {
   for (int r = 0; r < R; r++) {
     if (see.empty(r)) continue;
     for (int d = 0; d < head_dim; d++) {
@@ -112,13 +129,21 @@ void values(const TileScratch& w, const ChunkView& c, int head_dim, const Visibl
         sum = __builtin_fmaf(w.p[r][t], t >= see.lo[r] && t < see.hi[r] ? from_bf16(*v) : 0.0f, sum);
       }
       float& o = out.o[r * out.stride + d];
-      o = out.merge ? __builtin_fmaf(sum, out.beta[r], o * out.alpha[r]) : sum;
+      o = out.alpha ? __builtin_fmaf(sum, out.beta[r], o * out.alpha[r]) : sum;
     }
   }
 }
 
-inline void exp16(float* x) {
-  for (int i = 0; i < 16; i++) x[i] = exp_f32(x[i]);
+// m, l of 8 rows <- merged with the chunk's; alpha and beta into w.exponent.
+inline void merge_rows(TileScratch& w, const float* m, const float* l, float* top, float* sum) {
+  for (int r = 0; r < 8; r++) {
+    const float t = w.m[r] > m[r] ? w.m[r] : m[r];
+    const float alpha = exp2_f32(m[r] - t), beta = exp2_f32(w.m[r] - t);
+    sum[r] = __builtin_fmaf(w.l[r], beta, l[r] * alpha);
+    top[r] = t;
+    w.exponent[r] = alpha;
+    w.exponent[8 + r] = beta;
+  }
 }
 
 #else
@@ -135,6 +160,7 @@ inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec fmsub(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Ints load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 inline Ints and_words(Ints x, uint32_t mask) { return _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(mask))); }
@@ -143,7 +169,15 @@ inline Vec select(Vec x, Vec other, int first, int lo, int hi) {
   const uint64_t bits = (hi >= 64 ? ~uint64_t{0} : (uint64_t{1} << hi) - 1) & ~((uint64_t{1} << lo) - 1);
   return _mm512_mask_blend_ps(static_cast<__mmask16>(lo < hi ? bits >> first : 0), other, x);
 }
-inline float hmax(Vec x) { return _mm512_reduce_max_ps(x); }
+inline Vec shift_add(Vec p, Vec shifted) {  // p * 2^(the low bits of shifted)
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
+inline float hmax(Vec x) {
+  const __m256 a = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
 // The fixed tree over 16 lanes.
 inline float hsum(Vec x) {
   const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
@@ -163,6 +197,7 @@ inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec fmsub(Vec a, Vec b, Vec c) { return _mm256_fmsub_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Ints load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline Ints and_words(Ints x, uint32_t mask) { return _mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(mask))); }
@@ -171,7 +206,10 @@ inline Vec select(Vec x, Vec other, int first, int lo, int hi) {
   const __m256i in = _mm256_and_si256(_mm256_cmpgt_epi32(token, _mm256_set1_epi32(lo - 1)), _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), token));
   return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(in));
 }
-inline float hsum8(Vec x) {
+inline Vec shift_add(Vec p, Vec shifted) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
+}
+inline float hsum(Vec x) {
   const __m128 b = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
@@ -183,204 +221,255 @@ inline float hmax(Vec x) {
 }
 #endif
 
-// acc += one pair of the inner dimension: a holds the pair's words of each row (AR words from row to row, AK from word to word).
-template <int R, int C, int AR, int AK>
-inline __attribute__((always_inline)) void step(Vec (&acc)[R][C], const Word* a, const Ints (&b)[C]) {
+#if HEADRACE_LEVEL == 2
+inline Vec even_words(Ints x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+inline Vec odd_words(Ints x) { return _mm512_castsi512_ps(and_words(x, 0xffff0000u)); }
+#elif HEADRACE_LEVEL == 1
+inline Vec even_words(Ints x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline Vec odd_words(Ints x) { return _mm256_castsi256_ps(and_words(x, 0xffff0000u)); }
+#endif
+
+inline Vec round_bf16(Vec x) {  // of a number, to nearest even, still as fp32
+#if HEADRACE_LEVEL >= 2
+  const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  return _mm512_castsi512_ps(and_words(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 0xffff0000u));
+#else
+  const __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  return _mm256_castsi256_ps(and_words(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 0xffff0000u));
+#endif
+}
+
+inline Vec exp2_ps(Vec t) {
+  t = max(broadcast(kExp2Lo), t);  // in this order NaN passes
+  const Vec shifted = add(t, broadcast(kExp2Magic)), f = sub(t, sub(shifted, broadcast(kExp2Magic)));
+  Vec p = broadcast(kExp2[0]);
+#pragma GCC unroll 4
+  for (int i = 1; i < 5; i++) p = fma(p, f, broadcast(kExp2[i]));
+  return shift_add(fma(p, f, broadcast(1.0f)), shifted);
+}
+
+// Operand A of a product: words of row r by index.
+template <int R>
+struct QueryWords {
+#if HEADRACE_LEVEL == 3
+  const uint32_t* row[R];
+  explicit QueryWords(const Queries& q) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) row[r] = q.row[r];
+  }
+  Word at(int r, int64_t i) const { return row[r][i]; }
+#else
+  const float* packed;
+  explicit QueryWords(const Queries& q) : packed(q.packed) {}
+  Word at(int r, int64_t i) const { return packed[i * R + r]; }
+#endif
+};
+struct ProbabilityWords {
+  const Word* p;
+  Word at(int r, int64_t i) const { return p[r * (kKvChunk / 2 * kPerPair) + i]; }
+};
+
+// acc += pair i of the inner dimension.
+template <int R, int C, typename A>
+inline __attribute__((always_inline)) void step(Vec (&acc)[R][C], const A& a, int64_t i, const Ints (&b)[C]) {
 #if HEADRACE_LEVEL == 3
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) {
-    const __m512bh pair = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a[r * AR])));
+    const __m512bh pair = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a.at(r, i))));
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], pair, reinterpret_cast<__m512bh>(b[c]));
   }
 #else
   Vec wide[C];
 #pragma GCC unroll 4
-  for (int c = 0; c < C; c++)
-#if HEADRACE_LEVEL == 2
-    wide[c] = _mm512_castsi512_ps(_mm512_slli_epi32(b[c], 16));
-#else
-    wide[c] = _mm256_castsi256_ps(_mm256_slli_epi32(b[c], 16));
-#endif
+  for (int c = 0; c < C; c++) wide[c] = even_words(b[c]);
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) {
-    const Vec even = broadcast(a[r * AR]);
+    const Vec even = broadcast(a.at(r, 2 * i));
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) acc[r][c] = fma(even, wide[c], acc[r][c]);
   }
 #pragma GCC unroll 4
-  for (int c = 0; c < C; c++)
-#if HEADRACE_LEVEL == 2
-    wide[c] = _mm512_castsi512_ps(and_words(b[c], 0xffff0000u));
-#else
-    wide[c] = _mm256_castsi256_ps(and_words(b[c], 0xffff0000u));
-#endif
+  for (int c = 0; c < C; c++) wide[c] = odd_words(b[c]);
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) {
-    const Vec odd = broadcast(a[r * AR + AK]);
+    const Vec odd = broadcast(a.at(r, 2 * i + 1));
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) acc[r][c] = fma(odd, wide[c], acc[r][c]);
   }
 #endif
 }
 
-// acc += `pairs` pairs ascending. Columns lie at b0 and, from the 33rd, at b1; ldb words from pair to pair. The same places of n0, n1 are prefetched.
-template <int R, int C, int AR, int AK>
-inline __attribute__((always_inline)) void multiply(Vec (&acc)[R][C], const Word* a, const uint32_t* b0, const uint32_t* b1, int64_t ldb, int pairs,
+// acc += pairs [0, pairs) ascending. Columns lie at b0 and, from the 33rd, at b1; ldb words from pair to pair. The same places of n0, n1 are
+// prefetched.
+template <int R, int C, typename A>
+inline __attribute__((always_inline)) void multiply(Vec (&acc)[R][C], const A& a, const uint32_t* b0, const uint32_t* b1, int64_t ldb, int pairs,
                                                     const uint32_t* n0, const uint32_t* n1) {
   constexpr int kSplit = 32 / kLanes;
-  for (int i = 0; i < pairs; i++) {
+  for (int64_t i = 0; i < pairs; i++) {
     Ints b[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) b[c] = load_words(c < kSplit ? b0 + c * kLanes : b1 + (c - kSplit) * kLanes);
-    step<R, C, AR, AK>(acc, a, b);
+    step(acc, a, i, b);
     if (n0) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; c += 16 / kLanes) __builtin_prefetch(c < kSplit ? n0 + c * kLanes : n1 + (c - kSplit) * kLanes);
       n0 += ldb;
       n1 += ldb;
     }
-    a += AK * kPerPair;
     b0 += ldb;
     b1 += ldb;
   }
 }
 
-template <int R, int C>
-void score_columns(TileScratch& w, int first, const Word* q, const uint32_t* k0, const uint32_t* k1, int head_dim, const uint32_t* n0,
-                   const uint32_t* n1) {
-  Vec acc[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) acc[r][c] = zero();
-  multiply<R, C, 1, R>(acc, q, k0, k1, kBlock, head_dim / 2, n0, n1);
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(w.s[r] + first + c * kLanes, acc[r][c]);
+// p, m, l of R rows from their scores, of which only the first V vectors can be visible. In passes over the rows, because one row alone is a chain of
+// latencies.
+template <int R, int V, bool Edge>
+inline __attribute__((always_inline)) void softmax(TileScratch& w, int first, Vec (&p)[R][V], float c2, const Visible& see) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++) {
+    Vec top = broadcast(kMinusInf);
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) {
+      if (Edge) p[r][i] = select(p[r][i], broadcast(kMinusInf), i * kLanes, see.lo[first + r], see.hi[first + r]);
+      top = max(top, p[r][i]);
+    }
+    w.m[first + r] = hmax(top) * c2;
+  }
+  const Vec c = broadcast(c2);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) {
+      p[r][i] = exp2_ps(fmsub(p[r][i], c, broadcast(w.m[first + r])));
+      if (Edge) p[r][i] = select(p[r][i], zero(), i * kLanes, see.lo[first + r], see.hi[first + r]);
+    }
+#if HEADRACE_LEVEL == 3  // p is 0 or normal: nothing is flushed
+#pragma GCC unroll 2
+    for (int i = 0; i < V; i += 2)
+      _mm512_store_si512(w.p[first + r] + i * 8, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(i + 1 < V ? p[r][(i + 1) % V] : zero(), p[r][i])));
+#else
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) store(w.p[first + r] + i * kLanes, round_bf16(p[r][i]));
+#endif
+#if HEADRACE_LEVEL >= 2  // vectors that are not there are zeros, which change nothing
+    if constexpr (V == 4) p[r][2] = add(p[r][2], p[r][3]);
+    if constexpr (V >= 2) p[r][0] = add(p[r][0], p[r][1]);
+    if constexpr (V >= 3) p[r][0] = add(p[r][0], p[r][2]);
+#else
+    p[r][0] = add(add(add(p[r][0], p[r][2]), add(p[r][4], p[r][6])), add(add(p[r][1], p[r][3]), add(p[r][5], p[r][7])));
+#endif
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++) w.l[first + r] = hsum(p[r][0]);
 }
 
-// p, m, l of one row from its scores; only the first `cols` 16-token columns can be visible.
-template <bool Edge>
-inline void softmax_row(TileScratch& w, int r, int cols, float scale, int lo, int hi) {
-  constexpr int kVecs = kKvChunk / kLanes;
-  Vec p[kVecs];
-  Vec top = broadcast(kMinusInf);
-  const int vecs = Edge ? cols * (16 / kLanes) : kVecs;
-#pragma GCC unroll 8
-  for (int i = 0; i < kVecs; i++) {
-    p[i] = i < vecs ? load(w.s[r] + i * kLanes) : zero();
-    if (Edge) p[i] = select(p[i], broadcast(kMinusInf), i * kLanes, lo, hi);
-    top = max(top, p[i]);
-  }
-  const float m = hmax(top);
-  const Vec vm = broadcast(m), vscale = broadcast(scale);
-#pragma GCC unroll 8
-  for (int i = 0; i < kVecs; i++) {
-    if (Edge && i >= vecs) {
-      p[i] = zero();
-      continue;
-    }
-    p[i] = exp_ps(mul(sub(p[i], vm), vscale));
-    if (Edge) p[i] = select(p[i], zero(), i * kLanes, lo, hi);
-  }
-  w.m[r] = m;
-#if HEADRACE_LEVEL >= 2
-  w.l[r] = hsum(add(add(p[0], p[1]), add(p[2], p[3])));
-#else
-  const Vec low = add(add(p[0], p[2]), add(p[4], p[6])), high = add(add(p[1], p[3]), add(p[5], p[7]));
-  w.l[r] = hsum8(add(low, high));
-#endif
-#if HEADRACE_LEVEL == 3
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++)
-    _mm512_storeu_si512(w.p[r] + i * 16,
-                        reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(p[2 * i + 1], p[2 * i])));  // p is 0 or normal: nothing is flushed
-#elif HEADRACE_LEVEL == 2
+template <int R, int C>
+inline __attribute__((always_inline)) void clear(Vec (&acc)[R][C]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const __m512i u = _mm512_castps_si512(p[i]);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    store(w.p[r] + i * 16, _mm512_castsi512_ps(and_words(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 0xffff0000u)));
-  }
-#else
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    const __m256i u = _mm256_castps_si256(p[i]);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    store(w.p[r] + i * 8, _mm256_castsi256_ps(and_words(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 0xffff0000u)));
-  }
-#endif
+    for (int c = 0; c < C; c++) acc[r][c] = zero();
+}
+
+#if HEADRACE_LEVEL >= 2
+template <int R, int C, bool Edge>
+void score_columns(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see) {
+  Vec acc[R][C];
+  clear(acc);
+  multiply(acc, QueryWords<R>(q), words(chunk.k[0]), words(chunk.k[1]), kBlock, head_dim / 2, words(chunk.next_k[0]), words(chunk.next_k[1]));
+  softmax<R, C, Edge>(w, 0, acc, c2, see);
 }
 
 template <int R>
-void scores(TileScratch& w, const Word* q, const ChunkView& c, int head_dim, float scale, const Visible& see) {
-  const uint32_t *k0 = words(c.k[0]), *k1 = words(c.k[1]), *n0 = words(c.next_k[0]), *n1 = words(c.next_k[1]);
-  const int cols = (see.hi_max + 15) / 16;
-#if HEADRACE_LEVEL >= 2
-  switch (cols) {
+void scores(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see) {
+  if (see.all()) return score_columns<R, 4, false>(w, q, chunk, head_dim, c2, see);
+  switch ((see.hi_max + 15) / 16) {
     case 1:
-      score_columns<R, 1>(w, 0, q, k0, k1, head_dim, n0, n1);
-      break;
+      return score_columns<R, 1, true>(w, q, chunk, head_dim, c2, see);
     case 2:
-      score_columns<R, 2>(w, 0, q, k0, k1, head_dim, n0, n1);
-      break;
+      return score_columns<R, 2, true>(w, q, chunk, head_dim, c2, see);
     case 3:
-      score_columns<R, 3>(w, 0, q, k0, k1, head_dim, n0, n1);
-      break;
+      return score_columns<R, 3, true>(w, q, chunk, head_dim, c2, see);
     default:
-      score_columns<R, 4>(w, 0, q, k0, k1, head_dim, n0, n1);
+      return score_columns<R, 4, true>(w, q, chunk, head_dim, c2, see);
   }
+}
 #else
-  for (int i = 0; i < cols; i++) {
-    const uint32_t* n = i < 2 ? n0 : n1;
-    score_columns<R, 2>(w, i * 16, q, (i < 2 ? k0 : k1) + i % 2 * 16, nullptr, head_dim, n ? n + i % 2 * 16 : nullptr, nullptr);
+template <bool Edge>
+void softmax_rows(TileScratch& w, int rows, float c2, const Visible& see) {
+  for (int r = 0; r < rows; r++) {
+    Vec p[1][kKvChunk / kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kKvChunk / kLanes; i++) p[0][i] = load(w.s[r] + i * kLanes);
+    softmax<1, kKvChunk / kLanes, Edge>(w, r, p, c2, see);
   }
-#endif
-  if (see.lo_max == 0 && see.hi_min == kKvChunk)
-    for (int r = 0; r < R; r++) softmax_row<false>(w, r, 4, scale, 0, kKvChunk);
-  else
-    for (int r = 0; r < R; r++) softmax_row<true>(w, r, cols, scale, see.lo[r], see.hi[r]);
 }
 
-// Columns [d, d + C * kLanes) of O.
-template <int R, int C>
-void value_columns(const TileScratch& w, const ChunkView& chunk, int head_dim, int d, const Visible& see, const Output& out) {
-  constexpr int kRow = kKvChunk / 2 * kPerPair;
-  Vec acc[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) acc[r][c] = zero();
-  // Pairs [begin, full) and [full_end, end) are at the edge of some row: each row takes its own, masked. Between them all rows see all.
-  const int begin = see.lo_min / 2, end = (see.hi_max + 1) / 2;
+template <int R>
+void scores(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see) {
+  for (int i = 0; i < (see.hi_max + 15) / 16; i++) {  // 16 tokens at a time: 12 accumulators
+    Vec acc[R][kCols];
+    clear(acc);
+    const uint32_t* n = words(chunk.next_k[i / 2]);
+    multiply(acc, QueryWords<R>(q), words(chunk.k[i / 2]) + i % 2 * 16, nullptr, kBlock, head_dim / 2, n ? n + i % 2 * 16 : nullptr, nullptr);
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < kCols; c++) store(w.s[r] + i * 16 + c * kLanes, acc[r][c]);
+  }
+  see.all() ? softmax_rows<false>(w, R, c2, see) : softmax_rows<true>(w, R, c2, see);
+}
+#endif
+
+// Pairs [from, to) of one row, masked, added to acc[C * kLanes]: at the edges of what the row sees. A pair it does not see is left out.
+template <int C>
+__attribute__((noinline)) void edge_pairs(float* acc, const Word* p, const ChunkView& chunk, int head_dim, int d, int lo, int hi, int from, int to) {
+  Vec row[1][C];
+  for (int c = 0; c < C; c++) row[0][c] = load(acc + c * kLanes);
+  if (from < lo / 2) from = lo / 2;
+  if (to > (hi + 1) / 2) to = (hi + 1) / 2;
+  for (int i = from; i < to; i++) {
+    const uint32_t* v = words(chunk.v[i / 16]) + static_cast<int64_t>(i % 16) * head_dim + d;
+    const uint32_t mask = (2 * i >= lo ? 0xffffu : 0u) | (2 * i + 1 < hi ? 0xffff0000u : 0u);
+    Ints b[C];
+    for (int c = 0; c < C; c++) b[c] = and_words(load_words(v + c * kLanes), mask);
+    step(row, ProbabilityWords{p}, i, b);
+  }
+  for (int c = 0; c < C; c++) store(acc + c * kLanes, row[0][c]);
+}
+
+// Columns [d, d + C * kLanes) of O. Edge: some row does not see all 64 tokens; its masked pairs go through memory (w.s, whose scores are used up).
+template <int R, int C, bool Edge>
+void value_columns(TileScratch& w, const ChunkView& chunk, int head_dim, int d, const Visible& see, const Output& out) {
+  // All rows see all of pairs [full, full_end); the pairs before and after are at the edge of some row.
   int full = (see.lo_max + 1) / 2, full_end = see.hi_min / 2;
-  if (full > full_end) full = full_end = end;
-  const auto edge = [&](int from, int to) __attribute__((always_inline)) {
-    for (int i = from; i < to; i++) {
-      const uint32_t* v = words(chunk.v[i / 16]) + static_cast<int64_t>(i % 16) * head_dim + d;
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++) {
-        const bool even = 2 * i >= see.lo[r] && 2 * i < see.hi[r], odd = 2 * i + 1 >= see.lo[r] && 2 * i + 1 < see.hi[r];
-        if (!even && !odd) continue;
-        const uint32_t mask = (even ? 0xffffu : 0u) | (odd ? 0xffff0000u : 0u);
-        Ints b[C];
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) b[c] = and_words(load_words(v + c * kLanes), mask);
-        Vec(&row)[1][C] = reinterpret_cast<Vec(&)[1][C]>(acc[r]);
-        step<1, C, kRow, 1>(row, w.p[r] + i * kPerPair, b);
-      }
-    }
+  if (Edge && full >= full_end) full = full_end = kKvChunk / 2;
+  Vec acc[R][C];
+  clear(acc);
+  const auto spill = [&]() __attribute__((always_inline)) {
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) store(w.s[r] + c * kLanes, acc[r][c]);
   };
-  edge(begin, full);
+  const auto edge = [&](int from, int to) __attribute__((always_inline)) {
+    spill();
+    for (int r = 0; r < R; r++)
+      if (!see.empty(r)) edge_pairs<C>(w.s[r], w.p[r], chunk, head_dim, d, see.lo[r], see.hi[r], from, to);
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) acc[r][c] = load(w.s[r] + c * kLanes);
+  };
+  if (Edge && full > see.lo_min / 2) edge(0, full);
   for (int block = 0; block < 2; block++) {
-    const int from = full > block * 16 ? full - block * 16 : 0, to = full_end < block * 16 + 16 ? full_end - block * 16 : 16;
-    if (from >= to) continue;
+    const int from = Edge && full > block * 16 ? full - block * 16 : 0, to = Edge && full_end < block * 16 + 16 ? full_end - block * 16 : 16;
+    if (Edge && from >= to) continue;
     const int64_t at = static_cast<int64_t>(from) * head_dim + d;
     const uint32_t* v = words(chunk.v[block]) + at;
     const uint32_t* n = chunk.next_v[block] ? words(chunk.next_v[block]) + at : nullptr;
-    multiply<R, C, kRow, 1>(acc, w.p[0] + (block * 16 + from) * kPerPair, v, v + 32, head_dim, to - from, n, n + 32);
+    multiply(acc, ProbabilityWords{w.p[0] + (block * 16 + from) * kPerPair}, v, v + 32, head_dim, to - from, n, n + 32);
   }
-  edge(full_end, end);
+  if (Edge && full_end < (see.hi_max + 1) / 2) edge(full_end, kKvChunk / 2);
   for (int r = 0; r < R; r++) {
-    if (see.empty(r)) continue;
+    if (Edge && see.empty(r)) continue;
     float* o = out.o + r * out.stride + d;
-    if (out.merge) {
+    if (out.alpha) {
       const Vec alpha = broadcast(out.alpha[r]), beta = broadcast(out.beta[r]);
       for (int c = 0; c < C; c++) store(o + c * kLanes, fma(acc[r][c], beta, mul(load(o + c * kLanes), alpha)));
     } else {
@@ -389,27 +478,42 @@ void value_columns(const TileScratch& w, const ChunkView& chunk, int head_dim, i
   }
 }
 
-template <int R>
-void values(const TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out) {
+template <int R, bool Edge>
+void value_slices(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out) {
   int d = 0;
-  for (; d + kCols * kLanes <= head_dim; d += kCols * kLanes) value_columns<R, kCols>(w, c, head_dim, d, see, out);
+  for (; d + kCols * kLanes <= head_dim; d += kCols * kLanes) value_columns<R, kCols, Edge>(w, c, head_dim, d, see, out);
 #if HEADRACE_LEVEL >= 2
   switch ((head_dim - d) / kLanes) {
     case 1:
-      value_columns<R, 1>(w, c, head_dim, d, see, out);
+      value_columns<R, 1, Edge>(w, c, head_dim, d, see, out);
       break;
     case 2:
-      value_columns<R, 2>(w, c, head_dim, d, see, out);
+      value_columns<R, 2, Edge>(w, c, head_dim, d, see, out);
       break;
     case 3:
-      value_columns<R, 3>(w, c, head_dim, d, see, out);
+      value_columns<R, 3, Edge>(w, c, head_dim, d, see, out);
       break;
   }
 #endif
 }
 
-inline void exp16(float* x) {
-  for (int i = 0; i < 16; i += kLanes) store(x + i, exp_ps(load(x + i)));
+template <int R>
+void values(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out) {
+  see.all() ? value_slices<R, false>(w, c, head_dim, see, out) : value_slices<R, true>(w, c, head_dim, see, out);
+}
+
+inline void merge_rows(TileScratch& w, const float* m, const float* l, float* top, float* sum) {
+  const __m256 a = _mm256_loadu_ps(m), b = _mm256_loadu_ps(w.m), t = _mm256_max_ps(b, a);
+#if HEADRACE_LEVEL >= 2
+  const __m512 e = exp2_ps(_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_sub_ps(a, t)), _mm256_sub_ps(b, t), 1));
+  const __m256 alpha = _mm512_castps512_ps256(e), beta = _mm512_extractf32x8_ps(e, 1);
+#else
+  const __m256 alpha = exp2_ps(_mm256_sub_ps(a, t)), beta = exp2_ps(_mm256_sub_ps(b, t));
+#endif
+  _mm256_store_ps(w.exponent, alpha);
+  _mm256_store_ps(w.exponent + 8, beta);
+  _mm256_storeu_ps(top, t);
+  _mm256_storeu_ps(sum, _mm256_fmadd_ps(_mm256_loadu_ps(w.l), beta, _mm256_mul_ps(_mm256_loadu_ps(l), alpha)));
 }
 
 #endif
