@@ -313,7 +313,7 @@ inline __attribute__((always_inline)) void multiply(Vec (&acc)[R][C], const A& a
     step(acc, a, i, b);
     if (n0) {
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c += 16 / kLanes) __builtin_prefetch(c < kSplit ? n0 + c * kLanes : n1 + (c - kSplit) * kLanes);
+      for (int c = 0; c < C; c += 16 / kLanes) __builtin_prefetch(c < kSplit ? n0 + c * kLanes : n1 + (c - kSplit) * kLanes, 0, 2);
       n0 += ldb;
       n1 += ldb;
     }
