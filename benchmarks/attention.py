@@ -1,4 +1,5 @@
-"""Attention beside the machine's limits: decode against the read bandwidth, prefill against the bf16 peak, at every level that runs here.
+"""Attention beside the machine's limits: decode against the read bandwidth, prefill against the peak of the level's own multiply-add (bf16 dot
+products, else fp32), at every level that runs here.
 
     PYTHONPATH=src python benchmarks/attention.py [--threads 2] [--rounds 5] [--level LEVEL ...]
 
@@ -55,8 +56,8 @@ def works(threads: int, rng: np.random.Generator) -> list[Work]:
     def read() -> float:
         return float(max(limits.read(0.06, ahead) for ahead in (0, 4096))) * 1e9
 
-    def bf16() -> float:
-        return float(limits.bf16(0.05)) * 1e9
+    def peak() -> float:
+        return float(limits.bf16(0.05) if _native.level() == "avx512bf16" else limits.fp32(0.05)) * 1e9
 
     out = []
     for context, layers in ((300, 30), (1000, 10)):
@@ -65,7 +66,7 @@ def works(threads: int, rng: np.random.Generator) -> list[Work]:
         out.append(Work(f"decode 32 x {context}", run, size, read, "GB/s"))
     for length, layers in ((512, 8), (2048, 1)):
         macs = layers * 2 * Q_HEADS * HEAD_DIM * length * (length + 1) / 2
-        out.append(Work(f"prefill {length}", step(1, 0, length, layers, threads, rng), macs, bf16, "GMAC/s"))
+        out.append(Work(f"prefill {length}", step(1, 0, length, layers, threads, rng), macs, peak, "GMAC/s"))
     return out
 
 

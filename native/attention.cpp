@@ -24,29 +24,70 @@ struct Tile {
 
 struct Shape {
   int group, head_dim;
-  int64_t block_stride, head_offset;  // in elements of the pool
 
-  Shape(const Attention& a, int kv_head)
-      : group(a.q_heads / a.kv.kv_heads),
-        head_dim(a.kv.head_dim),
-        block_stride(kv_head_elements(a.kv.head_dim) * a.kv.kv_heads),
-        head_offset(kv_head_elements(a.kv.head_dim) * kv_head) {}
+  explicit Shape(const Attention& a) : group(a.q_heads / a.kv.kv_heads), head_dim(a.kv.head_dim) {}
 };
 
 inline int64_t first_key(const Attention& a, int64_t position) { return a.window > 0 && position >= a.window ? position - a.window + 1 : 0; }
 
-// The two blocks of KV chunk `c`, of whose tokens only keys [lo, hi) are wanted.
-inline void locate(const Attention& a, const AttentionChunk& chunk, const Shape& shape, int64_t c, int64_t lo, int64_t hi, const bf16** k,
-                   const bf16** v) {
+// Where the two blocks of KV chunk `c` lie, of whose tokens only keys [lo, hi) are wanted: a block without any is never read, so that its place is
+// the other's. Both null: the chunk is beyond hi.
+inline void locate(const KvLayer& kv, const AttentionChunk& chunk, int kv_head, int64_t c, int64_t lo, int64_t hi, const bf16** block) {
+  const int64_t head = kv_head_elements(kv.head_dim);
   for (int i = 0; i < 2; i++) {
     const int64_t token = c * kKvChunk + i * kBlock;
     const bool wanted = lo < token + kBlock && hi > token;
-    k[i] = wanted ? a.kv.base + chunk.table[2 * c + i] * shape.block_stride + shape.head_offset : nullptr;
+    block[i] = wanted ? kv.base + (static_cast<int64_t>(chunk.table[2 * c + i]) * kv.kv_heads + kv_head) * head : nullptr;
   }
-  if (!k[0]) k[0] = k[1];
-  if (!k[1]) k[1] = k[0];
-  for (int i = 0; i < 2; i++) v[i] = k[i] + static_cast<int64_t>(kBlock) * shape.head_dim;
+  if (!block[0]) block[0] = block[1];
+  if (!block[1]) block[1] = block[0];
 }
+
+// KV chunks [c, end) of a call, one after the other, and what to prefetch meanwhile.
+class Walk {
+ public:
+  int64_t c;
+
+  Walk(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t begin, int64_t end, int64_t lo, int64_t hi)
+      : c(begin), a_(a), chunk_(chunk), kv_head_(kv_head), end_(end), lo_(lo), hi_(hi) {
+    place(begin, here_);
+    place(begin + 1, ahead_.near);
+    place(begin + 2, ahead_.far);
+  }
+  bool done() const { return c >= end_; }
+  void advance() {
+    c++;
+    for (int i = 0; i < 2; i++) {
+      here_[i] = ahead_.near[i];
+      ahead_.near[i] = ahead_.far[i];
+    }
+    place(c + 2, ahead_.far);
+  }
+  ChunkView view() const {
+    const int64_t v = static_cast<int64_t>(kBlock) * a_.kv.head_dim;
+    return {{here_[0], here_[1]}, {here_[0] + v, here_[1] + v}};
+  }
+  const Ahead* ahead() const { return ahead_.near[0] ? &ahead_ : nullptr; }
+
+ private:
+  // Beyond this call's chunks come the next call's, then nothing new.
+  void place(int64_t c, const bf16** block) const {
+    if (c < end_) return locate(a_.kv, chunk_, kv_head_, c, lo_, hi_, block);
+    block[0] = block[1] = nullptr;
+    if (a_.next) {
+      const int64_t lo = first_key(a_, a_.next->start);
+      locate(a_.kv, *a_.next, a_.next_kv_head, lo / kKvChunk + c - end_, lo, a_.next->stop, block);
+    }
+    if (!block[0]) block[0] = ahead_.near[0], block[1] = ahead_.near[1];
+  }
+
+  const Attention& a_;
+  const AttentionChunk& chunk_;
+  const int kv_head_;
+  const int64_t end_, lo_, hi_;
+  const bf16* here_[2];
+  Ahead ahead_{};
+};
 
 // Rows cut into near-equal tiles: 8 rows are 4 + 4, never 6 + 2.
 struct Tiles {
@@ -99,8 +140,8 @@ inline void merge_state(TileScratch& w, int count, const Visible& see, float* m,
   }
 }
 
-using ScoresFn = void (*)(TileScratch&, const Queries&, const ChunkView&, int, float, const Visible&);
-using ValuesFn = void (*)(TileScratch&, const ChunkView&, int, const Visible&, const Output&);
+using ScoresFn = void (*)(TileScratch&, const Queries&, const ChunkView&, int, float, const Visible&, const Ahead*);
+using ValuesFn = void (*)(TileScratch&, const ChunkView&, int, const Visible&, const Output&, const Ahead*);
 constexpr ScoresFn kScores[] = {nullptr, scores<1>, scores<2>, scores<3>, scores<4>, scores<5>, scores<6>};
 constexpr ValuesFn kValues[] = {nullptr, values<1>, values<2>, values<3>, values<4>, values<5>, values<6>};
 #if HEADRACE_LEVEL != 3
@@ -153,7 +194,7 @@ inline void finish(const Attention& a, const Shape& shape, int kv_head, int64_t 
 }
 
 void attend(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t q_begin, int64_t q_end, uint8_t* scratch) {
-  const Shape shape(a, kv_head);
+  const Shape shape(a);
   const int head_dim = shape.head_dim;
   const int64_t t0 = chunk.start + q_begin, lo = first_key(a, t0), hi = chunk.start + q_end;
   const Tiles tiles(t0, static_cast<int>(q_end - q_begin), shape.group);
@@ -167,19 +208,18 @@ void attend(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_
   }
   std::memset(mem.tile, 0, sizeof(TileScratch));  // lanes of rows that do not exist are computed too
   const float c2 = a.scale * kLog2E;
-  for (int64_t c = lo / kKvChunk; c * kKvChunk < hi; c++) {
-    ChunkView view{};
-    locate(a, chunk, shape, c, lo, hi, view.k, view.v);
-    if ((c + 1) * kKvChunk < hi) locate(a, chunk, shape, c + 1, lo, hi, view.next_k, view.next_v);
+  for (Walk walk(a, chunk, kv_head, lo / kKvChunk, (hi + kKvChunk - 1) / kKvChunk, lo, hi); !walk.done(); walk.advance()) {
+    const ChunkView view = walk.view();
+    const Ahead* ahead = walk.ahead();
     for (int i = 0; i < tiles.count; i++) {
       const Tile& tile = tiles.tile[i];
       Visible see;
-      if (!look(a, tile, shape.group, t0, c, &see)) continue;
-      kScores[tile.count](*mem.tile, queries[i], view, head_dim, c2, see);
+      if (!look(a, tile, shape.group, t0, walk.c, &see)) continue;
+      kScores[tile.count](*mem.tile, queries[i], view, head_dim, c2, see, ahead);
       merge_state(*mem.tile, tile.count, see, mem.m + i * 8, mem.l + i * 8);
       float* o = mem.o + static_cast<int64_t>(tile.first) * head_dim;
-      kValues[tile.count](*mem.tile, view, head_dim, see, {o, head_dim, mem.tile->exponent, mem.tile->exponent + 8});
-      for (int b = 0; b < 2; b++) view.next_k[b] = view.next_v[b] = nullptr;  // the first tile has fetched it
+      kValues[tile.count](*mem.tile, view, head_dim, see, {o, head_dim, mem.tile->exponent, mem.tile->exponent + 8}, ahead);
+      ahead = nullptr;  // the first tile has fetched it
     }
   }
   for (int i = 0; i < tiles.count; i++)
@@ -198,7 +238,7 @@ void attention(const Attention& a, const AttentionChunk& chunk, int kv_head, int
 
 void attention_partial(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t c_begin, int64_t c_end, float* partial,
                        uint8_t* scratch) {
-  const Shape shape(a, kv_head);
+  const Shape shape(a);
   const int64_t stride = 4 + shape.head_dim, t0 = chunk.start, lo = first_key(a, t0), hi = t0 + 1;
   const Tiles tiles(t0, 1, shape.group);
   const Scratch mem(scratch, tiles, shape.head_dim);
@@ -206,28 +246,27 @@ void attention_partial(const Attention& a, const AttentionChunk& chunk, int kv_h
   find_queries(a, chunk, shape, kv_head, 0, tiles, queries, mem.q);
   if (c_begin < lo / kKvChunk) c_begin = lo / kKvChunk;
   if (c_end > (hi + kKvChunk - 1) / kKvChunk) c_end = (hi + kKvChunk - 1) / kKvChunk;
-  for (int64_t c = c_begin; c < c_end; c++) {
-    ChunkView view{};
-    locate(a, chunk, shape, c, lo, hi, view.k, view.v);
-    if (c + 1 < c_end) locate(a, chunk, shape, c + 1, lo, hi, view.next_k, view.next_v);
+  for (Walk walk(a, chunk, kv_head, c_begin, c_end, lo, hi); !walk.done(); walk.advance()) {
+    const ChunkView view = walk.view();
+    const Ahead* ahead = walk.ahead();
     for (int i = 0; i < tiles.count; i++) {
       const Tile& tile = tiles.tile[i];
       Visible see;
-      look(a, tile, shape.group, t0, c, &see);
-      kScores[tile.count](*mem.tile, queries[i], view, shape.head_dim, a.scale * kLog2E, see);
-      float* out = partial + (c * shape.group + tile.first) * stride;
+      look(a, tile, shape.group, t0, walk.c, &see);
+      kScores[tile.count](*mem.tile, queries[i], view, shape.head_dim, a.scale * kLog2E, see, ahead);
+      float* out = partial + (walk.c * shape.group + tile.first) * stride;
       for (int r = 0; r < tile.count; r++) {
         out[r * stride] = mem.tile->m[r];
         out[r * stride + 1] = mem.tile->l[r];
       }
-      kValues[tile.count](*mem.tile, view, shape.head_dim, see, {out + 4, stride, nullptr, nullptr});
-      for (int b = 0; b < 2; b++) view.next_k[b] = view.next_v[b] = nullptr;
+      kValues[tile.count](*mem.tile, view, shape.head_dim, see, {out + 4, stride, nullptr, nullptr}, ahead);
+      ahead = nullptr;
     }
   }
 }
 
 void attention_merge(const Attention& a, const AttentionChunk& chunk, int kv_head, const float* partial) {
-  const Shape shape(a, kv_head);
+  const Shape shape(a);
   const int64_t stride = 4 + shape.head_dim, lo = first_key(a, chunk.start), hi = static_cast<int64_t>(chunk.start) + 1;
   TileScratch w{};
   for (int head = 0; head < shape.group; head++) {

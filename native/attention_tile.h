@@ -23,8 +23,13 @@ constexpr float kMinusInf = -__builtin_inff();
 struct ChunkView {
   const bf16* k[2];
   const bf16* v[2];
-  const bf16* next_k[2];  // of the chunk to prefetch, or null
-  const bf16* next_v[2];
+};
+
+// Places (K, then V, of two blocks each) of the next KV chunk and of the one after it, to be prefetched where a chunk is read; all null: none.
+// Into L2, because L1's miss buffers are few and a full one drops the request; twice, because L2's drop some too.
+struct Ahead {
+  const bf16* near[2];
+  const bf16* far[2];
 };
 
 // Token ranges [lo, hi) each row sees of the chunk, and what they have in common.
@@ -94,7 +99,7 @@ inline float exp2_f32(float t) {
 }
 
 template <int R>
-void scores(TileScratch& w, const Queries& q, const ChunkView& c, int head_dim, float c2, const Visible& see) {
+void scores(TileScratch& w, const Queries& q, const ChunkView& c, int head_dim, float c2, const Visible& see, const Ahead*) {
   for (int r = 0; r < R; r++) {
     float* s = w.s[r];
     w.m[r] = kMinusInf;
@@ -119,7 +124,7 @@ void scores(TileScratch& w, const Queries& q, const ChunkView& c, int head_dim, 
 }
 
 template <int R>
-void values(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out) {
+void values(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out, const Ahead*) {
   for (int r = 0; r < R; r++) {
     if (see.empty(r)) continue;
     for (int d = 0; d < head_dim; d++) {
@@ -300,22 +305,33 @@ inline __attribute__((always_inline)) void step(Vec (&acc)[R][C], const A& a, in
 #endif
 }
 
-// acc += pairs [0, pairs) ascending. Columns lie at b0 and, from the 33rd, at b1; ldb words from pair to pair. The same places of n0, n1 are
-// prefetched.
-template <int R, int C, typename A>
+// Words to fetch along with a product's operand B: the same places of other blocks.
+struct Fetch {
+  const uint32_t* p[4];
+  // `offset` elements into the blocks; second: the two later places lie in the chunk's second block (QK), else 32 words on (PV, of one block).
+  static Fetch keys(const Ahead& a) { return {{words(a.near[0]), words(a.near[1]), words(a.far[0]), words(a.far[1])}}; }
+  static Fetch values(const Ahead& a, int block, int64_t offset) {
+    return {{words(a.near[block]) + offset, words(a.near[block]) + offset + 32, words(a.far[block]) + offset, words(a.far[block]) + offset + 32}};
+  }
+};
+
+// acc += pairs [0, pairs) ascending. Columns lie at b0 and, from the 33rd, at b1; ldb words from pair to pair.
+template <bool Fetching, int R, int C, typename A>
 inline __attribute__((always_inline)) void multiply(Vec (&acc)[R][C], const A& a, const uint32_t* b0, const uint32_t* b1, int64_t ldb, int pairs,
-                                                    const uint32_t* n0, const uint32_t* n1) {
+                                                    Fetch fetch) {
   constexpr int kSplit = 32 / kLanes;
   for (int64_t i = 0; i < pairs; i++) {
     Ints b[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) b[c] = load_words(c < kSplit ? b0 + c * kLanes : b1 + (c - kSplit) * kLanes);
     step(acc, a, i, b);
-    if (n0) {
+    if constexpr (Fetching) {
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c += 16 / kLanes) __builtin_prefetch(c < kSplit ? n0 + c * kLanes : n1 + (c - kSplit) * kLanes, 0, 2);
-      n0 += ldb;
-      n1 += ldb;
+      for (int c = 0; c < C; c += 16 / kLanes)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) __builtin_prefetch(fetch.p[2 * j + (c >= kSplit)] + c % kSplit * kLanes, 0, 2);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) fetch.p[j] += ldb;
     }
     b0 += ldb;
     b1 += ldb;
@@ -374,25 +390,29 @@ inline __attribute__((always_inline)) void clear(Vec (&acc)[R][C]) {
 
 #if HEADRACE_LEVEL >= 2
 template <int R, int C, bool Edge>
-void score_columns(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see) {
+void score_columns(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see, const Ahead* ahead) {
   Vec acc[R][C];
   clear(acc);
-  multiply(acc, QueryWords<R>(q), words(chunk.k[0]), words(chunk.k[1]), kBlock, head_dim / 2, words(chunk.next_k[0]), words(chunk.next_k[1]));
+  const uint32_t *k0 = words(chunk.k[0]), *k1 = words(chunk.k[1]);
+  if (ahead)
+    multiply<true>(acc, QueryWords<R>(q), k0, k1, kBlock, head_dim / 2, Fetch::keys(*ahead));
+  else
+    multiply<false>(acc, QueryWords<R>(q), k0, k1, kBlock, head_dim / 2, {});
   softmax<R, C, Edge>(w, 0, acc, c2, see);
 }
 
 template <int R>
-void scores(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see) {
-  if (see.all()) return score_columns<R, 4, false>(w, q, chunk, head_dim, c2, see);
+void scores(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see, const Ahead* ahead) {
+  if (see.all()) return score_columns<R, 4, false>(w, q, chunk, head_dim, c2, see, ahead);
   switch ((see.hi_max + 15) / 16) {
     case 1:
-      return score_columns<R, 1, true>(w, q, chunk, head_dim, c2, see);
+      return score_columns<R, 1, true>(w, q, chunk, head_dim, c2, see, ahead);
     case 2:
-      return score_columns<R, 2, true>(w, q, chunk, head_dim, c2, see);
+      return score_columns<R, 2, true>(w, q, chunk, head_dim, c2, see, ahead);
     case 3:
-      return score_columns<R, 3, true>(w, q, chunk, head_dim, c2, see);
+      return score_columns<R, 3, true>(w, q, chunk, head_dim, c2, see, ahead);
     default:
-      return score_columns<R, 4, true>(w, q, chunk, head_dim, c2, see);
+      return score_columns<R, 4, true>(w, q, chunk, head_dim, c2, see, ahead);
   }
 }
 #else
@@ -407,12 +427,15 @@ void softmax_rows(TileScratch& w, int rows, float c2, const Visible& see) {
 }
 
 template <int R>
-void scores(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see) {
+void scores(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_dim, float c2, const Visible& see, const Ahead* ahead) {
   for (int i = 0; i < (see.hi_max + 15) / 16; i++) {  // 16 tokens at a time: 12 accumulators
     Vec acc[R][kCols];
     clear(acc);
-    const uint32_t* n = words(chunk.next_k[i / 2]);
-    multiply(acc, QueryWords<R>(q), words(chunk.k[i / 2]) + i % 2 * 16, nullptr, kBlock, head_dim / 2, n ? n + i % 2 * 16 : nullptr, nullptr);
+    const uint32_t* k = words(chunk.k[i / 2]) + i % 2 * 16;
+    if (ahead)
+      multiply<true>(acc, QueryWords<R>(q), k, k, kBlock, head_dim / 2, Fetch::values(*ahead, i / 2, i % 2 * 16));
+    else
+      multiply<false>(acc, QueryWords<R>(q), k, k, kBlock, head_dim / 2, {});
     for (int r = 0; r < R; r++)
       for (int c = 0; c < kCols; c++) store(w.s[r] + i * 16 + c * kLanes, acc[r][c]);
   }
@@ -439,7 +462,7 @@ __attribute__((noinline)) void edge_pairs(float* acc, const Word* p, const Chunk
 
 // Columns [d, d + C * kLanes) of O. Edge: some row does not see all 64 tokens; its masked pairs go through memory (w.s, whose scores are used up).
 template <int R, int C, bool Edge>
-void value_columns(TileScratch& w, const ChunkView& chunk, int head_dim, int d, const Visible& see, const Output& out) {
+void value_columns(TileScratch& w, const ChunkView& chunk, int head_dim, int d, const Visible& see, const Output& out, const Ahead* ahead) {
   // All rows see all of pairs [full, full_end); the pairs before and after are at the edge of some row.
   int full = (see.lo_max + 1) / 2, full_end = see.hi_min / 2;
   if (Edge && full >= full_end) full = full_end = kKvChunk / 2;
@@ -462,8 +485,11 @@ void value_columns(TileScratch& w, const ChunkView& chunk, int head_dim, int d, 
     if (Edge && from >= to) continue;
     const int64_t at = static_cast<int64_t>(from) * head_dim + d;
     const uint32_t* v = words(chunk.v[block]) + at;
-    const uint32_t* n = chunk.next_v[block] ? words(chunk.next_v[block]) + at : nullptr;
-    multiply(acc, ProbabilityWords{w.p[0] + (block * 16 + from) * kPerPair}, v, v + 32, head_dim, to - from, n, n + 32);
+    const ProbabilityWords p{w.p[0] + (block * 16 + from) * kPerPair};
+    if (ahead)
+      multiply<true>(acc, p, v, v + 32, head_dim, to - from, Fetch::values(*ahead, block, static_cast<int64_t>(kBlock) / 2 * head_dim + at));
+    else
+      multiply<false>(acc, p, v, v + 32, head_dim, to - from, {});
   }
   if (Edge && full_end < (see.hi_max + 1) / 2) edge(full_end, kKvChunk / 2);
   for (int r = 0; r < R; r++) {
@@ -479,27 +505,27 @@ void value_columns(TileScratch& w, const ChunkView& chunk, int head_dim, int d, 
 }
 
 template <int R, bool Edge>
-void value_slices(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out) {
+void value_slices(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out, const Ahead* ahead) {
   int d = 0;
-  for (; d + kCols * kLanes <= head_dim; d += kCols * kLanes) value_columns<R, kCols, Edge>(w, c, head_dim, d, see, out);
+  for (; d + kCols * kLanes <= head_dim; d += kCols * kLanes) value_columns<R, kCols, Edge>(w, c, head_dim, d, see, out, ahead);
 #if HEADRACE_LEVEL >= 2
   switch ((head_dim - d) / kLanes) {
     case 1:
-      value_columns<R, 1, Edge>(w, c, head_dim, d, see, out);
+      value_columns<R, 1, Edge>(w, c, head_dim, d, see, out, ahead);
       break;
     case 2:
-      value_columns<R, 2, Edge>(w, c, head_dim, d, see, out);
+      value_columns<R, 2, Edge>(w, c, head_dim, d, see, out, ahead);
       break;
     case 3:
-      value_columns<R, 3, Edge>(w, c, head_dim, d, see, out);
+      value_columns<R, 3, Edge>(w, c, head_dim, d, see, out, ahead);
       break;
   }
 #endif
 }
 
 template <int R>
-void values(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out) {
-  see.all() ? value_slices<R, false>(w, c, head_dim, see, out) : value_slices<R, true>(w, c, head_dim, see, out);
+void values(TileScratch& w, const ChunkView& c, int head_dim, const Visible& see, const Output& out, const Ahead* ahead) {
+  see.all() ? value_slices<R, false>(w, c, head_dim, see, out, ahead) : value_slices<R, true>(w, c, head_dim, see, out, ahead);
 }
 
 inline void merge_rows(TileScratch& w, const float* m, const float* l, float* top, float* sum) {

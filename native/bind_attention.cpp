@@ -228,7 +228,12 @@ double attention_step(const Array<const uint16_t, 3>& q, const Array<uint16_t, 4
   return timed(threads, [&](int thread) {
     for (size_t i; (i = next.fetch_add(1)) < items.size();) {
       const Item& item = items[i];
-      k.attention(item.call->a, item.call->chunk, item.kv_head, item.begin, item.end, scratch[static_cast<size_t>(thread)]->data);
+      Attention a = item.call->a;
+      if (const size_t next_item = i + static_cast<size_t>(threads); next_item < items.size() && items[next_item].call->a.kv.base == a.kv.base) {
+        a.next = &items[next_item].call->chunk;
+        a.next_kv_head = items[next_item].kv_head;
+      }
+      k.attention(a, item.call->chunk, item.kv_head, item.begin, item.end, scratch[static_cast<size_t>(thread)]->data);
     }
   });
 }

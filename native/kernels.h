@@ -103,6 +103,9 @@ struct Attention {
   KvLayer kv;
   float* out;                           // [rows][ld_out], head h at column h * head_dim
   int64_t ld_out;
+  // What this thread will probably attend to next, or null: its first keys and values are prefetched while the last ones here are read.
+  const AttentionChunk* next = nullptr;
+  int32_t next_kv_head = 0;
 };
 
 // What one row of logits is sampled with. Neutral values leave the distribution as it is.
