@@ -7,10 +7,10 @@
 
 namespace headrace {
 
-constexpr int kPanel = 32;      // output columns a packed panel holds
-constexpr int kGroup = 32;      // k values that share one weight scale and one activation scale
-constexpr int kBlock = 32;      // tokens a KV block holds
-constexpr int kKvChunk = 64;    // tokens whose softmax is taken together: the canonical unit of attention (2 blocks)
+constexpr int kPanel = 32;    // output columns a packed panel holds
+constexpr int kGroup = 32;    // k values that share one weight scale and one activation scale
+constexpr int kBlock = 32;    // tokens a KV block holds
+constexpr int kKvChunk = 64;  // tokens whose softmax is taken together: the canonical unit of attention (2 blocks)
 
 using bf16 = uint16_t;
 
@@ -36,11 +36,11 @@ enum class Source : int32_t { f32 = 0, f16 = 1, q4_0 = 2, q4_1 = 3, q8_0 = 8, bf
 // Rows of activations, in the form the weight format wants: int8 in groups of 32 for the int formats, bf16 for bf16. Either half may be null.
 // scale = absmax / 127 of the group, q = round-to-nearest-even(x * (127 / absmax)); corr = -128 * sum(q); sum = scale * float(sum(q)).
 struct Activations {
-  int8_t* q;       // [rows][ldq], ldq a multiple of 64, never a multiple of 4096
-  float* scale;    // [rows][ldg]
-  int32_t* corr;   // [rows][ldg]
-  float* sum;      // [rows][ldg]
-  bf16* b;         // [rows][ldb]
+  int8_t* q;      // [rows][ldq], ldq a multiple of 64, never a multiple of 4096
+  float* scale;   // [rows][ldg]
+  int32_t* corr;  // [rows][ldg]
+  float* sum;     // [rows][ldg]
+  bf16* b;        // [rows][ldb]
   int64_t ldq, ldg, ldb;
 };
 
@@ -50,6 +50,17 @@ enum class Epilogue : int32_t {
   silu_mul = 2,  // panels alternate gate, up; h = silu(gate) * up goes to `act_out`, 32 columns a pair of panels: one group
 };
 
+// Memory that a thread asks for while it multiplies, because what comes after (attention over many samples) would wait for it: `count`
+// pieces of `piece` bytes at base + offsets[index]. The kernel asks for `lines` cache lines in each group and moves the cursor (index, at).
+// What is asked for changes when data arrives, never a result.
+struct Ahead {
+  const uint8_t* base;
+  const int64_t* offsets;
+  int64_t count, piece;
+  int64_t lines;
+  int64_t index, at;
+};
+
 struct Linear {
   Format format;
   const uint8_t* weight;  // packed panels, 64 B aligned
@@ -57,10 +68,11 @@ struct Linear {
   int64_t rows;
   Activations in;
   Epilogue epilogue;
-  float* out;             // store, add
+  float* out;  // store, add
   int64_t ld_out;
-  const float* bias;      // or null
-  Activations act_out;    // silu_mul: whichever of q / b is not null is written
+  const float* bias;    // or null
+  Activations act_out;  // silu_mul: whichever of q / b is not null is written
+  Ahead* ahead;         // or null; each thread has its own
 };
 
 // One request's share of a step, as attention sees it.
@@ -85,23 +97,23 @@ struct Rope {
 
 // Turns fp32 q|k|v columns into bf16 queries and cached keys and values.
 struct RopeKv {
-  const float* qkv;                     // [rows][ld_qkv]
+  const float* qkv;  // [rows][ld_qkv]
   int64_t ld_qkv, q_offset, k_offset, v_offset;
   int32_t q_heads;
-  const float *q_norm, *k_norm;         // [head_dim] RMSNorm before the rotation (Qwen3), or null
+  const float *q_norm, *k_norm;  // [head_dim] RMSNorm before the rotation (Qwen3), or null
   float eps;
   Rope rope;
-  bf16* q;                              // [rows][q_heads * head_dim]
+  bf16* q;  // [rows][q_heads * head_dim]
   KvLayer kv;
 };
 
 struct Attention {
-  const bf16* q;                        // [rows][q_heads * head_dim]
+  const bf16* q;  // [rows][q_heads * head_dim]
   int32_t q_heads;
-  float scale;                          // of the scores, 1/sqrt(head_dim) as a rule
-  int32_t window;                       // keys a query sees, itself included; 0: all
+  float scale;     // of the scores, 1/sqrt(head_dim) as a rule
+  int32_t window;  // keys a query sees, itself included; 0: all
   KvLayer kv;
-  float* out;                           // [rows][ld_out], head h at column h * head_dim
+  float* out;  // [rows][ld_out], head h at column h * head_dim
   int64_t ld_out;
   // What this thread will probably attend to next, or null: its first keys and values are prefetched while the last ones here are read.
   const AttentionChunk* next = nullptr;
@@ -110,50 +122,56 @@ struct Attention {
 
 // What one row of logits is sampled with. Neutral values leave the distribution as it is.
 struct Sampling {
-  float temperature;                    // 0: greedy (lowest id wins a tie)
-  float top_p, min_p;                   // 1, 0: off
-  int32_t top_k;                        // 0: off
+  float temperature;                                              // 0: greedy (lowest id wins a tie)
+  float top_p, min_p;                                             // 1, 0: off
+  int32_t top_k;                                                  // 0: off
   float repetition_penalty, presence_penalty, frequency_penalty;  // 1, 0, 0: off
   uint64_t seed;
-  int32_t sample_index;                 // which of the n samples
-  int32_t num_logprobs;                 // -1: none; k >= 0: the chosen token's and the k best
-  int32_t num_prompt, num_tokens;       // of `tokens`: [0, num_prompt) prompt, [num_prompt, num_tokens) generated
+  int32_t sample_index;            // which of the n samples
+  int32_t num_logprobs;            // -1: none; k >= 0: the chosen token's and the k best
+  int32_t num_prompt, num_tokens;  // of `tokens`: [0, num_prompt) prompt, [num_prompt, num_tokens) generated
   const int32_t* tokens;
   int32_t num_bias;
   const int32_t* bias_ids;
   const float* bias_values;
-  const uint32_t* mask;                 // allowed tokens, one bit each, or null
+  const uint32_t* mask;  // allowed tokens, one bit each, or null
 };
 
 struct Sampled {
   int32_t token;
-  float logprob;                        // of the token, under the model's own distribution after penalties, bias and mask, at temperature 1
+  float logprob;  // of the token, under the model's own distribution after penalties, bias and mask, at temperature 1
 };
 
 // name, result, parameters
-#define HEADRACE_KERNELS(X)                                                                                                   \
-  /* act <- rows [begin, end) of x[., ld], k values each, padded with zeros to a multiple of 32; writes q or b, whichever is not null */ \
-  X(quantize, void, (const float* x, int64_t ld, int64_t k, int64_t begin, int64_t end, const Activations& act))              \
-  /* act <- rms_norm(x) * weight, then as quantize */                                                                         \
+#define HEADRACE_KERNELS(X)                                                                                                                      \
+  /* act <- rows [begin, end) of x[., ld], k values each, padded with zeros to a multiple of 32; writes q or b, whichever is not null */         \
+  X(quantize, void, (const float* x, int64_t ld, int64_t k, int64_t begin, int64_t end, const Activations& act))                                 \
+  /* act <- rms_norm(x) * weight, then as quantize */                                                                                            \
   X(rms_norm, void, (const float* x, int64_t ld, int64_t k, const float* weight, float eps, int64_t begin, int64_t end, const Activations& act)) \
-  /* panels [begin, end) of a linear layer, all rows. silu_mul: begin and end count pairs of panels. scratch: linear_scratch(k) bytes */ \
-  X(linear, void, (const Linear& a, int64_t begin, int64_t end, uint8_t* scratch))                                            \
-  /* out[k] = row `id` of a packed [n, k] weight, times `scale` */                                                            \
-  X(embed, void, (Format format, const uint8_t* weight, int64_t k, int64_t id, float scale, float* out))                      \
-  /* positions [start, stop) of one chunk, q heads then k heads then v heads: units [begin, end) of (stop-start) * (q_heads + 2 kv_heads), token-major */ \
-  X(rope_kv, void, (const RopeKv& a, const AttentionChunk& chunk, int64_t begin, int64_t end))                                \
-  /* queries [q_begin, q_end) of one chunk (counted from chunk.start) for one kv head, all their keys; merges KV chunks in ascending order */ \
-  X(attention, void, (const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t q_begin, int64_t q_end, uint8_t* scratch)) \
-  /* the same for ONE query and KV chunks [c_begin, c_end) of 64 tokens: partial[c][group head] = {m, l, -, -, o[head_dim]} */ \
-  X(attention_partial, void, (const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t c_begin, int64_t c_end, float* partial, uint8_t* scratch)) \
-  /* ... and their merge, ascending, into out: bit for bit what `attention` gives */                                          \
-  X(attention_merge, void, (const Attention& a, const AttentionChunk& chunk, int kv_head, const float* partial))              \
-  /* samples one row of logits (changed in place). top_ids/top_logprobs: num_logprobs each. scratch: sample_scratch(vocab) bytes */ \
+  /* panels [begin, end) of a linear layer, all rows. silu_mul: begin and end count pairs of panels. scratch: linear_scratch(k) bytes */         \
+  X(linear, void, (const Linear& a, int64_t begin, int64_t end, uint8_t* scratch))                                                               \
+  /* out[k] = row `id` of a packed [n, k] weight, times `scale` */                                                                               \
+  X(embed, void, (Format format, const uint8_t* weight, int64_t k, int64_t id, float scale, float* out))                                         \
+  /* positions [start, stop) of one chunk, q heads then k heads then v heads: units [begin, end) of (stop-start) * (q_heads + 2 kv_heads),       \
+   * token-major */                                                                                                                              \
+  X(rope_kv, void, (const RopeKv& a, const AttentionChunk& chunk, int64_t begin, int64_t end))                                                   \
+  /* queries [q_begin, q_end) of one chunk (counted from chunk.start) for one kv head, all their keys; merges KV chunks in ascending order */    \
+  X(attention, void, (const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t q_begin, int64_t q_end, uint8_t* scratch))           \
+  /* the same for ONE query and KV chunks [c_begin, c_end) of 64 tokens: partial[c][group head] = {m, l, -, -, o[head_dim]} */                   \
+  X(attention_partial, void,                                                                                                                     \
+    (const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t c_begin, int64_t c_end, float* partial, uint8_t* scratch))            \
+  /* ... and their merge, ascending, into out: bit for bit what `attention` gives */                                                             \
+  X(attention_merge, void, (const Attention& a, const AttentionChunk& chunk, int kv_head, const float* partial))                                 \
+  /* samples one row of logits (changed in place). top_ids/top_logprobs: num_logprobs each. scratch: sample_scratch(vocab) bytes */              \
   X(sample, Sampled, (float* logits, int64_t vocab, const Sampling& s, int32_t* top_ids, float* top_logprobs, uint8_t* scratch))
 
 // Bytes of scratch a thread needs, 64 B aligned.
-constexpr size_t linear_scratch(int64_t k) { return static_cast<size_t>((k + 31) / 32 * 32) * 32 * 2 + static_cast<size_t>((k + 31) / 32) * 32 * 8 + 65536; }
-constexpr size_t attention_scratch(int head_dim, int group) { return static_cast<size_t>(256) * 1024 + static_cast<size_t>(head_dim) * group * 64 * 8; }
+constexpr size_t linear_scratch(int64_t k) {
+  return static_cast<size_t>((k + 31) / 32 * 32) * 32 * 2 + static_cast<size_t>((k + 31) / 32) * 32 * 8 + 65536;
+}
+constexpr size_t attention_scratch(int head_dim, int group) {
+  return static_cast<size_t>(256) * 1024 + static_cast<size_t>(head_dim) * group * 64 * 8;
+}
 constexpr size_t sample_scratch(int64_t vocab) { return static_cast<size_t>(vocab) * 16 + 4096; }
 
 struct Kernels {
@@ -167,7 +185,7 @@ const Kernels& kernels();
 const char* kernels_level();
 bool use_level(const char* name);  // false: unknown here or not supported by this CPU and operating system
 int num_levels();
-const char* level_name(int i);     // best first, only those that run here
+const char* level_name(int i);  // best first, only those that run here
 
 // pack.cpp (baseline code). Reads `rows` rows of k values of type `source` at `src` (src_bytes long, checked) and writes them as columns of a
 // packed [n, k] weight of `format`: row i becomes column map[i] (map null: column first + i). Exact where source and format agree, else

@@ -13,6 +13,13 @@ namespace {
 
 constexpr int64_t kSmall = 4;       // up to this many rows every thread norms and quantizes for itself: cheaper than a barrier
 constexpr int64_t kQueryTile = 32;  // queries of one attention item
+constexpr int64_t kTileRows = 6;    // rows the linear kernels take together
+
+// While a layer's linear operations multiply, memory idles; so they ask for the keys and values that the next layer's attention will read.
+// Below about 8 rows the weights themselves take all the bandwidth; each 8 rows more leave time for as many bytes again as the weights have.
+// What is asked for must still be in the last-level cache when it is read.
+constexpr int64_t kRidgeRows = 8;
+constexpr int64_t kAheadBytes = 10 << 20;
 
 double now() {
   timespec t;
@@ -49,7 +56,10 @@ Program::Program(const ProgramLimits& limits)
       partial_(4 * static_cast<size_t>(limits.threads) * (limits.context / kKvChunk + 1) * (limits.q_heads / limits.kv_heads) *
                (4 + limits.head_dim) * sizeof(float)),
       rows_(static_cast<size_t>(limits.max_rows)),
-      cursors_(new Cursor[static_cast<size_t>(limits.threads)]()) {
+      cursors_(new Cursor[static_cast<size_t>(limits.threads)]()),
+      items_(static_cast<size_t>(limits.threads)),
+      pieces_left_(new std::atomic<int>[4 * static_cast<size_t>(limits.threads) + 4]()),
+      ahead_(static_cast<size_t>(limits.threads)) {
   scratch_bytes_ = std::max(attention_scratch(limits.head_dim, limits.q_heads / limits.kv_heads), sample_scratch(limits.vocab));
 }
 
@@ -160,6 +170,14 @@ void Program::attention(int out, int layer) {
 
 void Program::finish(int logits) {
   logits_ = logits;
+  for (const Op& op : ops_) {
+    if (op.kind != Kind::linear || op.selected) continue;
+    const int64_t panels = (op.packed.n + kPanel - 1) / kPanel, groups = (op.packed.k + kGroup - 1) / kGroup;
+    layer_groups_ += panels * groups;
+    layer_bytes_ += panels * groups * static_cast<int64_t>(group_bytes(op.packed.format));
+  }
+  layer_groups_ /= limits_.num_layers;
+  layer_bytes_ /= limits_.num_layers;
   scratch_bytes_ = static_cast<size_t>(round_up(static_cast<int64_t>(scratch_bytes_), 4096));
   scratch_ = std::make_unique<Memory>(scratch_bytes_ * static_cast<size_t>(limits_.threads));
 }
@@ -219,52 +237,87 @@ int64_t Program::forward(const int32_t* chunks, int num_chunks, const int32_t* c
   num_rows_ = static_cast<int64_t>(row_tokens_.size());
   num_selected_ = static_cast<int64_t>(selected_.size());
   plan_attention();
+  plan_ahead();
   pool_.run([](void* self, int thread) { static_cast<Program*>(self)->run(thread); }, this);
   return num_selected_;
 }
 
-// Items of attention for every layer of this step, longest first. A single query whose keys would keep one thread busy for more than its
-// share is cut at KV chunks; the merge is by chunk, ascending, so the bits do not depend on the cut.
+// Items of attention for every layer of this step, longest first, dealt out to the threads. A single query whose keys would keep one thread
+// busy for more than its share is cut at KV chunks; the merge is by chunk, ascending, so the bits do not depend on the cut.
 void Program::plan_attention() {
-  items_.clear();
-  split_.clear();
-  split_partial_.clear();
+  splits_.clear();
+  std::vector<Item> items;
   const int group = limits_.q_heads / limits_.kv_heads;
   const auto visible = [this](int64_t position) { return limits_.window && position + 1 > limits_.window ? limits_.window : position + 1; };
   int64_t total = 0;
   for (const AttentionChunk& c : chunks_)
     for (int64_t position = c.start; position < c.stop; position++) total += visible(position);
-  const int64_t limit = total * limits_.kv_heads / (4 * limits_.threads);
+  const int64_t limit = total * limits_.kv_heads / (4 * limits_.threads);  // so there are fewer than 4 * threads splits
   float* partial = partial_.as<float>();
   for (int i = 0; i < static_cast<int>(chunks_.size()); i++) {
     const AttentionChunk& c = chunks_[static_cast<size_t>(i)];
-    const int64_t queries = c.stop - c.start;
-    if (queries == 1) {
-      const int64_t keys = visible(c.start), first = (c.stop - keys) / kKvChunk, last = (c.stop + kKvChunk - 1) / kKvChunk;
-      const bool cut = limits_.threads > 1 && keys > limit && last - first > 1;
-      for (int h = 0; h < limits_.kv_heads; h++) {
-        if (!cut) {
-          items_.push_back({i, h, 0, 1, 0, 0, nullptr, keys});
-          continue;
-        }
-        const int64_t pieces = std::min(last - first, limit ? (keys + limit - 1) / limit : keys);
-        for (int64_t p = 0; p < pieces; p++) {
-          const int64_t a = first + (last - first) * p / pieces, b = first + (last - first) * (p + 1) / pieces;
-          items_.push_back({i, h, 0, 1, static_cast<int>(a), static_cast<int>(b), partial, (b - a) * kKvChunk});
-        }
-        split_.emplace_back(i, h);
-        split_partial_.push_back(partial);
-        partial += last * group * (4 + limits_.head_dim);
+    if (!is_decode(c)) {
+      for (int q = 0, queries = c.stop - c.start; q < queries; q += kQueryTile) {
+        const int end = std::min<int>(queries, q + kQueryTile);
+        for (int h = 0; h < limits_.kv_heads; h++) items.push_back({i, h, q, end, 0, 0, -1, (end - q) * visible(c.start + end - 1)});
       }
-    } else {
-      for (int64_t q = 0; q < queries; q += kQueryTile) {
-        const int64_t end = std::min(queries, q + kQueryTile);
-        for (int h = 0; h < limits_.kv_heads; h++)
-          items_.push_back({i, h, static_cast<int>(q), static_cast<int>(end), 0, 0, nullptr, (end - q) * visible(c.start + end - 1)});
+      continue;
+    }
+    const int64_t keys = visible(c.start), first = (c.stop - keys) / kKvChunk, last = (c.stop + kKvChunk - 1) / kKvChunk;
+    const bool cut = limits_.threads > 1 && keys > limit && last - first > 1;
+    const int64_t pieces = cut ? std::min(last - first, limit ? (keys + limit - 1) / limit : keys) : 1;
+    for (int h = 0; h < limits_.kv_heads; h++) {
+      for (int64_t p = 0; p < pieces; p++) {
+        const int64_t a = first + (last - first) * p / pieces, b = first + (last - first) * (p + 1) / pieces;
+        items.push_back({i, h, 0, 1, static_cast<int>(a), static_cast<int>(b), cut ? static_cast<int>(splits_.size()) : -1, keys / pieces});
       }
+      if (!cut) continue;
+      splits_.push_back({partial, static_cast<int>(pieces), &pieces_left_[splits_.size()]});
+      splits_.back().left->store(static_cast<int>(pieces), std::memory_order_relaxed);
+      partial += last * group * (4 + limits_.head_dim);
     }
   }
-  std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  std::vector<int64_t> load(items_.size(), 0);
+  for (auto& list : items_) list.clear();
+  for (const Item& item : items) {
+    const size_t least = static_cast<size_t>(std::min_element(load.begin(), load.end()) - load.begin());
+    load[least] += item.cost;
+    items_[least].push_back(item);
+  }
+}
+
+// Which keys and values each thread's linear work fetches for its own items of attention, and how fast.
+void Program::plan_ahead() {
+  const int64_t head = kv_head_elements(limits_.head_dim) * static_cast<int64_t>(sizeof(bf16));
+  const int64_t bytes = std::min(kAheadBytes, layer_bytes_ * (num_rows_ - kRidgeRows) / kRidgeRows) / limits_.threads;
+  int64_t most = 0;
+  for (size_t t = 0; t < items_.size(); t++) {
+    std::vector<int64_t>& offsets = ahead_[t].offsets;
+    offsets.clear();
+    for (const Item& item : items_[t]) {
+      const AttentionChunk& c = chunks_[static_cast<size_t>(item.chunk)];
+      if (!is_decode(c)) continue;  // a prompt's queries use each key so often that they hardly wait for it
+      const int64_t end = std::min<int64_t>((c.stop + kBlock - 1) / kBlock, item.c_end * (kKvChunk / kBlock));
+      for (int64_t b = item.c_begin * (kKvChunk / kBlock); b < end && static_cast<int64_t>(offsets.size()) * head < bytes; b++)
+        offsets.push_back((c.table[b] * limits_.kv_heads + item.kv_head) * head);
+    }
+    most = std::max(most, static_cast<int64_t>(offsets.size()));
+  }
+  const int64_t steps = std::max<int64_t>(1, layer_groups_ * ((num_rows_ + kTileRows - 1) / kTileRows) / limits_.threads), lines = most * head / 64;
+  ahead_lines_ = std::min<int64_t>(8, (lines + lines / 8 + steps - 1) / steps);
+}
+
+// From here on this thread fetches its share of a layer's blocks.
+void Program::aim_ahead(int thread, int layer) {
+  auto& [a, offsets] = ahead_[static_cast<size_t>(thread)];
+  a = {};
+  if (layer >= limits_.num_layers) return;
+  a.base = reinterpret_cast<const uint8_t*>(kv(layer).base);
+  a.offsets = offsets.data();
+  a.count = static_cast<int64_t>(offsets.size());
+  a.piece = kv_head_elements(limits_.head_dim) * static_cast<int64_t>(sizeof(bf16));
+  a.lines = ahead_lines_;
 }
 
 // Runs f(begin, end) over [0, units) in pieces of `grain`: each thread its own contiguous share first, then what the others have left.
@@ -317,6 +370,7 @@ void Program::run(int thread) {
     });
     end_stage(thread);
   }
+  aim_ahead(thread, 0);
   double before = profile_ && thread == 0 ? now() : 0;
   for (Op& op : ops_) {
     run_op(op, thread);
@@ -376,7 +430,9 @@ void Program::run_op(Op& op, int thread) {
         a.ld_out = out.columns;
       }
       if (rows == 0) return;
-      const int64_t grain = rows <= 8 ? std::max<int64_t>(1, units / (4 * limits_.threads)) : 1;
+      Ahead& ahead = ahead_[static_cast<size_t>(thread)].ahead;
+      a.ahead = ahead.count ? &ahead : nullptr;
+      const int64_t grain = rows <= 64 ? std::max<int64_t>(1, units / (4 * limits_.threads)) : 1;
       uint8_t* scratch = scratch_->as<uint8_t>() + scratch_bytes_ * static_cast<size_t>(thread);
       share(thread, units, grain, [&](int64_t begin, int64_t end) { k.linear(a, begin, end, scratch); });
       break;
@@ -391,6 +447,7 @@ void Program::run_op(Op& op, int thread) {
   end_stage(thread);
 }
 
+// A stage of its own, not a part of attention's items: reading a key just after it was written, piecemeal, costs more than the barrier.
 void Program::run_rope(const Op& op, int thread) {
   const Kernels& k = kernels();
   const int64_t heads = limits_.q_heads + 2 * limits_.kv_heads, grain = num_rows_ <= kSmall ? 4 : 2 * heads;
@@ -405,25 +462,32 @@ void Program::run_rope(const Op& op, int thread) {
 }
 
 void Program::run_attention(const Op& op, int thread) {
+  for (int i = 0; i < limits_.threads; i++) {
+    const int owner = (thread + i) % limits_.threads;
+    const std::vector<Item>& items = items_[static_cast<size_t>(owner)];
+    std::atomic<int64_t>& next = cursor(thread, owner);
+    const int64_t count = static_cast<int64_t>(items.size());
+    while (next.load(std::memory_order_relaxed) < count) {
+      const int64_t at = next.fetch_add(1, std::memory_order_relaxed);
+      if (at < count) attend(op, items[static_cast<size_t>(at)], thread);
+    }
+  }
+  aim_ahead(thread, op.layer + 1);
+}
+
+void Program::attend(const Op& op, const Item& item, int thread) {
   const Kernels& k = kernels();
   const Buffer& out = buffers_[static_cast<size_t>(op.out)];
+  const AttentionChunk& c = chunks_[static_cast<size_t>(item.chunk)];
   const Attention a{q_.as<bf16>(), limits_.q_heads, limits_.score_scale, limits_.window, kv(op.layer), out.data, out.columns};
   uint8_t* scratch = scratch_->as<uint8_t>() + scratch_bytes_ * static_cast<size_t>(thread);
-  std::atomic<int64_t>& next = cursor(thread, 0);  // one for all: the items are sorted, longest first
-  for (size_t i; (i = static_cast<size_t>(next.fetch_add(1, std::memory_order_relaxed))) < items_.size();) {
-    const Item& item = items_[i];
-    const AttentionChunk& c = chunks_[static_cast<size_t>(item.chunk)];
-    if (item.partial)
-      k.attention_partial(a, c, item.kv_head, item.c_begin, item.c_end, item.partial, scratch);
-    else
-      k.attention(a, c, item.kv_head, item.q_begin, item.q_end, scratch);
+  if (item.split < 0) return k.attention(a, c, item.kv_head, item.q_begin, item.q_end, scratch);
+  const Split& split = splits_[static_cast<size_t>(item.split)];
+  k.attention_partial(a, c, item.kv_head, item.c_begin, item.c_end, split.partial, scratch);
+  if (split.left->fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    split.left->store(split.pieces, std::memory_order_relaxed);  // for the next layer
+    k.attention_merge(a, c, item.kv_head, split.partial);
   }
-  if (split_.empty()) return;
-  end_stage(thread);
-  share(thread, static_cast<int64_t>(split_.size()), 1, [&](int64_t i, int64_t) {
-    const auto& [chunk, head] = split_[static_cast<size_t>(i)];
-    k.attention_merge(a, chunks_[static_cast<size_t>(chunk)], head, split_partial_[static_cast<size_t>(i)]);
-  });
 }
 
 // --- sampling ---

@@ -138,8 +138,13 @@ class Program {
   };
   struct Item {  // attention work: a tile of queries, or some KV chunks of one query
     int chunk, kv_head, q_begin, q_end, c_begin, c_end;
-    float* partial;
+    int split;  // which of splits_, or -1: all its KV chunks
     int64_t cost;
+  };
+  struct Split {  // one query and head whose KV chunks are shared out; whoever finishes the last piece merges
+    float* partial;
+    int pieces;
+    std::atomic<int>* left;
   };
   // Work is shared out through one cursor a thread. Three sets rotate: a stage uses one, and each thread clears its own cursor of the set
   // after next, which nobody can touch between the two barriers around this stage.
@@ -153,10 +158,14 @@ class Program {
   Activations view(int act, int64_t rows, int thread) const;
   KvLayer kv(int layer) const;
   void plan_attention();
+  void plan_ahead();
+  void aim_ahead(int thread, int layer);
   void run(int thread);
   void run_op(Op& op, int thread);
   void run_rope(const Op& op, int thread);
   void run_attention(const Op& op, int thread);
+  void attend(const Op& op, const Item& item, int thread);
+  bool is_decode(const AttentionChunk& c) const { return c.stop - c.start == 1; }
   std::atomic<int64_t>& cursor(int thread, int owner, unsigned ahead = 0);
   template <class F>
   void share(int thread, int64_t units, int64_t grain, F f);
@@ -178,10 +187,17 @@ class Program {
   int64_t num_rows_ = 0, num_selected_ = 0;
   std::vector<AttentionChunk> chunks_;
   std::vector<int32_t> row_tokens_, row_chunk_, selected_;
-  std::vector<Item> items_;
-  std::vector<std::pair<int, int>> split_;  // (chunk, kv head) whose KV chunks were shared out
-  std::vector<float*> split_partial_;
+  std::vector<std::vector<Item>> items_;  // of each thread, longest first; the others take what it has not begun
+  std::vector<Split> splits_;
+  std::unique_ptr<std::atomic<int>[]> pieces_left_;
   std::vector<std::pair<int32_t, int32_t>> copies_;
+  struct alignas(128) ThreadAhead {
+    Ahead ahead;
+    std::vector<int64_t> offsets;  // bytes into a layer's pool: keys and values this thread's items will read
+  };
+  int64_t ahead_lines_ = 0;
+  std::vector<ThreadAhead> ahead_;
+  int64_t layer_groups_ = 0, layer_bytes_ = 0;  // of one layer's linear weights: groups of panels, bytes
   bool profile_ = false;
 };
 
