@@ -301,7 +301,7 @@ void run(const Linear& a, int64_t begin, int64_t end) {
   const int64_t panel = a.k / kGroup * lines * 64, unit = pairs ? 2 * panel : panel;
   const int64_t tiles = (a.rows + kTileRows - 1) / kTileRows, most = kChunkBytes / unit > 1 ? kChunkBytes / unit : 1;
   const int64_t distance = tiles > 1 ? most * unit : kAhead;
-  const uint8_t* const stop = a.weight + end * unit;
+  const uint8_t* const stop = a.weight + (a.n + kPanel - 1) / kPanel * panel;  // beyond `end`: the same thread goes on there as a rule
   alignas(64) float out[2][kTileRows * kPanel];
   for (int64_t first = begin; first < end; first += most) {
     const int64_t last = end - first < most ? end : first + most;

@@ -50,17 +50,6 @@ enum class Epilogue : int32_t {
   silu_mul = 2,  // panels alternate gate, up; h = silu(gate) * up goes to `act_out`, 32 columns a pair of panels: one group
 };
 
-// Memory that a thread asks for while it multiplies, because what comes after (attention over many samples) would wait for it: `count`
-// pieces of `piece` bytes at base + offsets[index]. The kernel asks for `lines` cache lines in each group and moves the cursor (index, at).
-// What is asked for changes when data arrives, never a result.
-struct Ahead {
-  const uint8_t* base;
-  const int64_t* offsets;
-  int64_t count, piece;
-  int64_t lines;
-  int64_t index, at;
-};
-
 struct Linear {
   Format format;
   const uint8_t* weight;  // packed panels, 64 B aligned
@@ -72,7 +61,6 @@ struct Linear {
   int64_t ld_out;
   const float* bias;    // or null
   Activations act_out;  // silu_mul: whichever of q / b is not null is written
-  Ahead* ahead;         // or null; each thread has its own
 };
 
 // One request's share of a step, as attention sees it.

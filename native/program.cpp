@@ -13,14 +13,6 @@ namespace {
 
 constexpr int64_t kSmall = 4;       // up to this many rows every thread norms and quantizes for itself: cheaper than a barrier
 constexpr int64_t kQueryTile = 32;  // queries of one attention item
-constexpr int64_t kTileRows = 6;    // rows the linear kernels take together
-
-// While a layer's linear operations multiply, memory idles; so they ask for the keys and values that the next layer's attention will read.
-// Below about 8 rows the weights themselves take all the bandwidth; each 8 rows more leave time for as many bytes again as the weights have.
-// What is asked for must still be in the last-level cache when it is read.
-constexpr int64_t kRidgeRows = 8;
-constexpr int64_t kAheadBytes = 10 << 20;
-
 double now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -58,8 +50,7 @@ Program::Program(const ProgramLimits& limits)
       rows_(static_cast<size_t>(limits.max_rows)),
       cursors_(new Cursor[static_cast<size_t>(limits.threads)]()),
       items_(static_cast<size_t>(limits.threads)),
-      pieces_left_(new std::atomic<int>[4 * static_cast<size_t>(limits.threads) + 4]()),
-      ahead_(static_cast<size_t>(limits.threads)) {
+      pieces_left_(new std::atomic<int>[4 * static_cast<size_t>(limits.threads) + 4]()) {
   scratch_bytes_ = std::max(attention_scratch(limits.head_dim, limits.q_heads / limits.kv_heads), sample_scratch(limits.vocab));
 }
 
@@ -170,14 +161,6 @@ void Program::attention(int out, int layer) {
 
 void Program::finish(int logits) {
   logits_ = logits;
-  for (const Op& op : ops_) {
-    if (op.kind != Kind::linear || op.selected) continue;
-    const int64_t panels = (op.packed.n + kPanel - 1) / kPanel, groups = (op.packed.k + kGroup - 1) / kGroup;
-    layer_groups_ += panels * groups;
-    layer_bytes_ += panels * groups * static_cast<int64_t>(group_bytes(op.packed.format));
-  }
-  layer_groups_ /= limits_.num_layers;
-  layer_bytes_ /= limits_.num_layers;
   scratch_bytes_ = static_cast<size_t>(round_up(static_cast<int64_t>(scratch_bytes_), 4096));
   scratch_ = std::make_unique<Memory>(scratch_bytes_ * static_cast<size_t>(limits_.threads));
 }
@@ -237,7 +220,6 @@ int64_t Program::forward(const int32_t* chunks, int num_chunks, const int32_t* c
   num_rows_ = static_cast<int64_t>(row_tokens_.size());
   num_selected_ = static_cast<int64_t>(selected_.size());
   plan_attention();
-  plan_ahead();
   pool_.run([](void* self, int thread) { static_cast<Program*>(self)->run(thread); }, this);
   return num_selected_;
 }
@@ -285,39 +267,6 @@ void Program::plan_attention() {
     load[least] += item.cost;
     items_[least].push_back(item);
   }
-}
-
-// Which keys and values each thread's linear work fetches for its own items of attention, and how fast.
-void Program::plan_ahead() {
-  const int64_t head = kv_head_elements(limits_.head_dim) * static_cast<int64_t>(sizeof(bf16));
-  const int64_t bytes = std::min(kAheadBytes, layer_bytes_ * (num_rows_ - kRidgeRows) / kRidgeRows) / limits_.threads;
-  int64_t most = 0;
-  for (size_t t = 0; t < items_.size(); t++) {
-    std::vector<int64_t>& offsets = ahead_[t].offsets;
-    offsets.clear();
-    for (const Item& item : items_[t]) {
-      const AttentionChunk& c = chunks_[static_cast<size_t>(item.chunk)];
-      if (!is_decode(c)) continue;  // a prompt's queries use each key so often that they hardly wait for it
-      const int64_t end = std::min<int64_t>((c.stop + kBlock - 1) / kBlock, item.c_end * (kKvChunk / kBlock));
-      for (int64_t b = item.c_begin * (kKvChunk / kBlock); b < end && static_cast<int64_t>(offsets.size()) * head < bytes; b++)
-        offsets.push_back((c.table[b] * limits_.kv_heads + item.kv_head) * head);
-    }
-    most = std::max(most, static_cast<int64_t>(offsets.size()));
-  }
-  const int64_t steps = std::max<int64_t>(1, layer_groups_ * ((num_rows_ + kTileRows - 1) / kTileRows) / limits_.threads), lines = most * head / 64;
-  ahead_lines_ = std::min<int64_t>(8, (lines + lines / 8 + steps - 1) / steps);
-}
-
-// From here on this thread fetches its share of a layer's blocks.
-void Program::aim_ahead(int thread, int layer) {
-  auto& [a, offsets] = ahead_[static_cast<size_t>(thread)];
-  a = {};
-  if (layer >= limits_.num_layers) return;
-  a.base = reinterpret_cast<const uint8_t*>(kv(layer).base);
-  a.offsets = offsets.data();
-  a.count = static_cast<int64_t>(offsets.size());
-  a.piece = kv_head_elements(limits_.head_dim) * static_cast<int64_t>(sizeof(bf16));
-  a.lines = ahead_lines_;
 }
 
 // Runs f(begin, end) over [0, units) in pieces of `grain`: each thread its own contiguous share first, then what the others have left.
@@ -370,7 +319,6 @@ void Program::run(int thread) {
     });
     end_stage(thread);
   }
-  aim_ahead(thread, 0);
   double before = profile_ && thread == 0 ? now() : 0;
   for (Op& op : ops_) {
     run_op(op, thread);
@@ -430,8 +378,6 @@ void Program::run_op(Op& op, int thread) {
         a.ld_out = out.columns;
       }
       if (rows == 0) return;
-      Ahead& ahead = ahead_[static_cast<size_t>(thread)].ahead;
-      a.ahead = ahead.count ? &ahead : nullptr;
       const int64_t grain = rows <= 64 ? std::max<int64_t>(1, units / (4 * limits_.threads)) : 1;
       uint8_t* scratch = scratch_->as<uint8_t>() + scratch_bytes_ * static_cast<size_t>(thread);
       share(thread, units, grain, [&](int64_t begin, int64_t end) { k.linear(a, begin, end, scratch); });
@@ -472,7 +418,6 @@ void Program::run_attention(const Op& op, int thread) {
       if (at < count) attend(op, items[static_cast<size_t>(at)], thread);
     }
   }
-  aim_ahead(thread, op.layer + 1);
 }
 
 void Program::attend(const Op& op, const Item& item, int thread) {

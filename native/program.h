@@ -158,8 +158,6 @@ class Program {
   Activations view(int act, int64_t rows, int thread) const;
   KvLayer kv(int layer) const;
   void plan_attention();
-  void plan_ahead();
-  void aim_ahead(int thread, int layer);
   void run(int thread);
   void run_op(Op& op, int thread);
   void run_rope(const Op& op, int thread);
@@ -191,13 +189,6 @@ class Program {
   std::vector<Split> splits_;
   std::unique_ptr<std::atomic<int>[]> pieces_left_;
   std::vector<std::pair<int32_t, int32_t>> copies_;
-  struct alignas(128) ThreadAhead {
-    Ahead ahead;
-    std::vector<int64_t> offsets;  // bytes into a layer's pool: keys and values this thread's items will read
-  };
-  int64_t ahead_lines_ = 0;
-  std::vector<ThreadAhead> ahead_;
-  int64_t layer_groups_ = 0, layer_bytes_ = 0;  // of one layer's linear weights: groups of panels, bytes
   bool profile_ = false;
 };
 
