@@ -1,10 +1,12 @@
-"""Attention beside the machine's limits: decode against the read bandwidth, prefill against the peak of the level's own multiply-add (bf16 dot
-products, else fp32), at every level that runs here.
+"""Attention beside the machine's limits: decode against the read bandwidth, prefill against the peak of the level's own multiply-add (bf16
+dot products, else fp32), at every level that runs here.
 
     PYTHONPATH=src python benchmarks/attention.py [--threads 2] [--rounds 5] [--level LEVEL ...]
 
-The shape is SmolLM2-135M's: 9 query heads, 3 KV heads, head dimension 64, the blocks of a request scattered in the pool. Limit and kernel are measured
-in turn; a figure is the median of the rounds, a ratio the median of the rounds' ratios to the mean of the limit just before and just after.
+The shape is SmolLM2-135M's: 9 query heads, 3 KV heads, head dimension 64, the blocks of a request scattered in the pool. Limit and kernel
+are
+measured in turn; a figure is the median of the rounds, a ratio the median of the rounds' ratios to the mean of the limit just before and
+just after.
 Decode counts the bytes of the keys and values of whole blocks once, over enough layers that no cache holds them. Prefill counts the causal
 multiply-adds only: 2 * q_heads * head_dim * n (n + 1) / 2.
 """

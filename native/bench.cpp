@@ -1,5 +1,6 @@
-// Measurements that must not pass through Python: what this machine can do at most (reads, multiply-adds), and a linear layer on packed random weights.
-// A measurement is a window: every thread works for about `seconds`, the caller interleaves windows of limit and kernel and compares neighbours.
+// Measurements that must not pass through Python: what this machine can do at most (reads, multiply-adds), and a linear layer on packed random
+// weights. A measurement is a window: every thread works for about `seconds`, the caller interleaves windows of limit and kernel and compares
+// neighbours.
 #include <immintrin.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -119,14 +120,14 @@ PEAK(fma256, TARGET_AVX2, __m256i, EACH12, FMA)
 PEAK(madd256, TARGET_AVX2, __m256i, EACH12, MADD)
 
 // One linear stream; `ahead` bytes are prefetched into L1 where it is not 0.
-#define READ(name, target, vector, line, instruction)                                                                          \
-  target void name(const uint8_t* p, size_t bytes, size_t ahead) {                                                             \
-    vector a[8] = {};                                                                                                          \
-    for (size_t o = 0; o + 8 * line <= bytes; o += 8 * line)                                                                   \
-      for (int i = 0; i < 8; i++) {                                                                                            \
-        if (ahead) __builtin_prefetch(p + o + ahead + line * i);                                                               \
-        __asm__ volatile(instruction " %1,%0,%0" : "+v"(a[i]) : "m"(*reinterpret_cast<const vector*>(p + o + line * i)));        \
-      }                                                                                                                        \
+#define READ(name, target, vector, line, instruction)                                                                     \
+  target void name(const uint8_t* p, size_t bytes, size_t ahead) {                                                        \
+    vector a[8] = {};                                                                                                     \
+    for (size_t o = 0; o + 8 * line <= bytes; o += 8 * line)                                                              \
+      for (int i = 0; i < 8; i++) {                                                                                       \
+        if (ahead) __builtin_prefetch(p + o + ahead + line * i);                                                          \
+        __asm__ volatile(instruction " %1,%0,%0" : "+v"(a[i]) : "m"(*reinterpret_cast<const vector*>(p + o + line * i))); \
+      }                                                                                                                   \
   }
 READ(read512, TARGET_AVX512, __m512i, 64, "vpxord")
 READ(read256, TARGET_AVX2, __m256i, 32, "vpxor")
@@ -146,11 +147,13 @@ class Limits {
   // GB/s; `ahead`: bytes of software prefetch, 0 for none.
   double read(double seconds, size_t ahead) {
     const size_t share = memory_.bytes() / threads_ / 4096 * 4096, slice = size_t{1} << 20;
-    return rate(seconds, [&](int t, int64_t step) {
-      const size_t at = static_cast<size_t>(step) * slice % share, bytes = std::min(slice, share - at);
-      (avx512_ ? read512 : read256)(memory_.data() + t * share + at, bytes, ahead);
-      return static_cast<double>(bytes);
-    }) / 1e9;
+    return rate(seconds,
+                [&](int t, int64_t step) {
+                  const size_t at = static_cast<size_t>(step) * slice % share, bytes = std::min(slice, share - at);
+                  (avx512_ ? read512 : read256)(memory_.data() + t * share + at, bytes, ahead);
+                  return static_cast<double>(bytes);
+                }) /
+           1e9;
   }
   // GMAC/s of the level's own instruction; 0 where there is none.
   double int8(double seconds) { return vnni_ ? peak(seconds, dot512, 16 * 64) : peak(seconds, madd256, 12 * 32); }
@@ -159,10 +162,12 @@ class Limits {
 
  private:
   double peak(double seconds, void (*burst)(), double work) {
-    return rate(seconds, [&](int, int64_t) {
-      burst();
-      return work * kBurst;
-    }) / 1e9;
+    return rate(seconds,
+                [&](int, int64_t) {
+                  burst();
+                  return work * kBurst;
+                }) /
+           1e9;
   }
 
   // The sum over the threads of work done over time taken.
@@ -219,22 +224,34 @@ class LinearBench {
     for (int t = 0; t < threads; t++) scratch_.push_back(std::make_unique<Arena>(linear_scratch(k)));
   }
 
-  // Seconds of one layer: passes over all layers, a barrier after each layer as in a step, for about `seconds`.
+  // Seconds of one layer: passes over all layers, a barrier after each layer as in a step, for about `seconds`. The threads share a layer out as the
+  // pool does: each begins with its own half of its range and then takes what is left, so a thread the system interrupts does not hold up the rest.
   double run(double seconds) {
     const int64_t units = (a_.n + kPanel - 1) / kPanel / (a_.epilogue == Epilogue::silu_mul ? 2 : 1);
+    const int64_t grain = std::max<int64_t>(1, units / (threads_ * 16));
     Barrier barrier(threads_);
+    std::vector<Share> shares(threads_);
     std::atomic<bool> more{true};
     double elapsed = 0;
     int64_t done = 0;
     run_on(threads_, [&](int t) {
       Linear a = a_;
-      const int64_t begin = units * t / threads_, end = units * (t + 1) / threads_;
+      int turn = 0;  // layers alternate between two counters
       barrier.wait();
       const double start = now();
       while (more.load(std::memory_order_relaxed)) {
-        for (int layer = 0; layer < layers_; layer++) {
+        for (int layer = 0; layer < layers_; layer++, turn ^= 1) {
           a.weight = weights_.data() + layer * layer_bytes_;
-          kernels().linear(a, begin, end, scratch_[t]->data());
+          const auto take = [&](int owner) {
+            const int64_t begin = units * owner / threads_, end = units * (owner + 1) / threads_;
+            for (;;) {
+              const int64_t first = begin + shares[owner].taken[turn].fetch_add(grain, std::memory_order_relaxed);
+              if (first >= end) return;
+              kernels().linear(a, first, std::min(first + grain, end), scratch_[t]->data());
+            }
+          };
+          for (int i = 0; i < threads_; i++) take((t + i) % threads_);
+          shares[t].taken[turn ^ 1].store(0, std::memory_order_relaxed);  // of the layer before, which nobody takes from any more
           barrier.wait();
         }
         if (t == 0) {
@@ -252,7 +269,7 @@ class LinearBench {
   double macs() const { return static_cast<double>(a_.rows) * a_.n * a_.k; }
 
  private:
-  static int64_t padded(int64_t bytes) { return bytes % 4096 ? bytes : bytes + 64; }
+  static int64_t padded(int64_t bytes) { return bytes % 1024 ? bytes : bytes + 64; }
 
   static Activations activations(uint8_t* p, int64_t k, int64_t rows) {
     Activations act = {};
@@ -302,6 +319,10 @@ class LinearBench {
       }
   }
 
+  struct alignas(64) Share {
+    std::atomic<int64_t> taken[2] = {{0}, {0}};
+  };
+
   int threads_, layers_;
   int64_t groups_;
   size_t layer_bytes_;
@@ -324,8 +345,8 @@ void bind_bench(nb::module_& m) {
       .def("bf16", &Limits::bfloat16, nb::arg("seconds"), release, "GMAC/s of bf16 dot products; 0 without the instruction.")
       .def("fp32", &Limits::float32, nb::arg("seconds"), release, "GMAC/s of fp32 multiply-adds.");
   nb::class_<LinearBench>(m, "LinearBench", "A linear layer over `layers` random packed weights, one after the other, on `threads`.")
-      .def(nb::init<int, int64_t, int64_t, int64_t, int, int, int>(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("rows"), nb::arg("epilogue"),
-           nb::arg("layers"), nb::arg("threads"))
+      .def(nb::init<int, int64_t, int64_t, int64_t, int, int, int>(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("rows"),
+           nb::arg("epilogue"), nb::arg("layers"), nb::arg("threads"))
       .def("run", &LinearBench::run, nb::arg("seconds"), release, "Seconds a layer took, over a window of about `seconds`.")
       .def_prop_ro("bytes", &LinearBench::bytes, "Bytes of one layer's packed weight.")
       .def_prop_ro("macs", &LinearBench::macs, "Multiply-adds of one layer.");

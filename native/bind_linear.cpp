@@ -56,9 +56,9 @@ void take_int(Activations& act, const std::string& prefix, int64_t rows, int64_t
   act.sum = take(sum, prefix + "sum", rows, groups, act.ldg);
 }
 
-void run_linear(int format, const Vector<const uint8_t>& weight, int64_t n, int64_t k, int64_t rows, int epilogue, const Q& q, const F& scale, const I& corr,
-                const F& sum, const B& b, const F& out, const std::optional<Vector<const float>>& bias, const Q& out_q, const F& out_scale,
-                const I& out_corr, const F& out_sum, const B& out_b, std::optional<int64_t> begin, std::optional<int64_t> end) {
+void run_linear(int format, const Vector<const uint8_t>& weight, int64_t n, int64_t k, int64_t rows, int epilogue, const Q& q, const F& scale,
+                const I& corr, const F& sum, const B& b, const F& out, const std::optional<Vector<const float>>& bias, const Q& out_q,
+                const F& out_scale, const I& out_corr, const F& out_sum, const B& out_b, std::optional<int64_t> begin, std::optional<int64_t> end) {
   if (format < 0 || format > 3) refuse("format", "0 (q4_0), 1 (q4_1), 2 (q8_0) or 3 (bf16)", std::to_string(format));
   if (epilogue < 0 || epilogue > 2) refuse("epilogue", "0 (store), 1 (add) or 2 (silu_mul)", std::to_string(epilogue));
   if (k <= 0 || k % kGroup || k > (int64_t{1} << 24)) refuse("k", "a positive multiple of 32, at most 2^24", std::to_string(k));
@@ -70,9 +70,11 @@ void run_linear(int format, const Vector<const uint8_t>& weight, int64_t n, int6
   a.n = n, a.k = k, a.rows = rows;
   const bool pairs = a.epilogue == Epilogue::silu_mul;
   if (pairs && n % (2 * kPanel)) refuse("n", "a multiple of 64 under silu_mul", std::to_string(n));
-  if (weight.size() != packed_bytes(a.format, n, k)) refuse("weight", std::to_string(packed_bytes(a.format, n, k)) + " bytes", std::to_string(weight.size()));
+  if (weight.size() != packed_bytes(a.format, n, k))
+    refuse("weight", std::to_string(packed_bytes(a.format, n, k)) + " bytes", std::to_string(weight.size()));
   a.weight = weight.data();
-  if (reinterpret_cast<uintptr_t>(a.weight) % 64) refuse("weight", "an address that is a multiple of 64", std::to_string(reinterpret_cast<uintptr_t>(a.weight) % 64) + " past one");
+  if (reinterpret_cast<uintptr_t>(a.weight) % 64)
+    refuse("weight", "an address that is a multiple of 64", std::to_string(reinterpret_cast<uintptr_t>(a.weight) % 64) + " past one");
   if (a.format == Format::bf16) {
     a.in.b = take(b, "b", rows, k, a.in.ldb);
   } else {
@@ -104,13 +106,15 @@ void run_linear(int format, const Vector<const uint8_t>& weight, int64_t n, int6
 
 void bind_linear(nb::module_& m) {
   const nb::object none = nb::none();
-  m.def("linear", &headrace::run_linear, nb::arg("format"), nb::arg("weight").noconvert(), nb::arg("n"), nb::arg("k"), nb::arg("rows"), nb::arg("epilogue"),
-        nb::arg("q").noconvert() = none, nb::arg("scale").noconvert() = none, nb::arg("corr").noconvert() = none, nb::arg("sum").noconvert() = none,
-        nb::arg("b").noconvert() = none, nb::arg("out").noconvert() = none, nb::arg("bias").noconvert() = none, nb::arg("out_q").noconvert() = none,
-        nb::arg("out_scale").noconvert() = none, nb::arg("out_corr").noconvert() = none, nb::arg("out_sum").noconvert() = none,
-        nb::arg("out_b").noconvert() = none, nb::arg("begin") = none, nb::arg("end") = none,
-        "One linear layer, one thread, at the level in use: panels [begin, end) of 32 columns (pairs of panels under silu_mul), all by default.\n\n"
-        "weight: uint8, packed [n, k]. q int8, scale, corr, sum [rows, k / 32] or b (bfloat16 bits) [rows, k]: the activations. out float32 [rows, n]\n"
-        "for store (0) and add (1); out_q, out_scale, out_corr, out_sum and/or out_b [rows, n / 2] for silu_mul (2). Raises ValueError on any mismatch.");
+  m.def(
+      "linear", &headrace::run_linear, nb::arg("format"), nb::arg("weight").noconvert(), nb::arg("n"), nb::arg("k"), nb::arg("rows"),
+      nb::arg("epilogue"), nb::arg("q").noconvert() = none, nb::arg("scale").noconvert() = none, nb::arg("corr").noconvert() = none,
+      nb::arg("sum").noconvert() = none, nb::arg("b").noconvert() = none, nb::arg("out").noconvert() = none, nb::arg("bias").noconvert() = none,
+      nb::arg("out_q").noconvert() = none, nb::arg("out_scale").noconvert() = none, nb::arg("out_corr").noconvert() = none,
+      nb::arg("out_sum").noconvert() = none, nb::arg("out_b").noconvert() = none, nb::arg("begin") = none, nb::arg("end") = none,
+      "One linear layer, one thread, at the level in use: panels [begin, end) of 32 columns (pairs of panels under silu_mul), all by default.\n\n"
+      "weight: uint8, packed [n, k]. q int8, scale, corr, sum [rows, k / 32] or b (bfloat16 bits) [rows, k]: the activations. out float32 [rows, n]\n"
+      "for store (0) and add (1); out_q, out_scale, out_corr, out_sum and/or out_b [rows, n / 2] for silu_mul (2). Raises ValueError on any "
+      "mismatch.");
   bind_bench(m);
 }

@@ -10,8 +10,8 @@
 
 namespace headrace {
 #define HEADRACE_DECLARE(name, result, parameters) result name parameters;
-#define HEADRACE_LEVEL(level) \
-  namespace level {           \
+#define HEADRACE_LEVEL(level)        \
+  namespace level {                  \
   HEADRACE_KERNELS(HEADRACE_DECLARE) \
   }
 HEADRACE_LEVELS(HEADRACE_LEVEL)

@@ -1,4 +1,4 @@
-// int4 and int8 weights times int8 activations, both in groups of 32 k: any number of rows, bit for bit the same for every number of rows, tiling and level.
+// int4 and int8 weights times int8 activations, in groups of 32 k: the same bits for every number of rows, tiling and level.
 //
 // Canonical arithmetic of one output (row, column):
 //   acc = 0
@@ -59,7 +59,8 @@ struct RowBase {
 
 // A tile is kTileRows x 32 columns: 12 int32 and 12 fp32 accumulators, four weights, one broadcast and a mask of 32 registers.
 // Nibbles are unpacked in registers, whatever the number of rows: on a machine with four vector pipes the shifts and ands fill slots the two
-// multipliers leave, and half the bytes come from L2. Measured at 48-252 rows: 92-95 % of the port bound, 88-91 % with the panel unpacked once into scratch.
+// multipliers leave, and half the bytes come from L2. Measured at 48-252 rows: 92-95 % of the port bound, 88-91 % with the panel unpacked once into
+// scratch.
 constexpr int kTileRows = 6;
 
 // Half 0 or 1 of the 32 columns' scales, as they multiply the integers, and minima.
@@ -290,9 +291,8 @@ inline void want_to_write(const Linear& a, int64_t row, int rows, int64_t panel)
   }
 }
 
-// Chunks of panels; over each chunk the tiles of rows, near-equal in height so that none is a lone row beside full ones. Each tile asks for its
-// share of the next chunk, so that memory works while the weights at hand are multiplied. Measured over cold weights of K = 576 and 2048:
-// 8 rows 1.6 times as fast, 16 rows 1.4, 32 rows 1.1.
+// Chunks of panels; over each chunk the tiles of rows, near-equal in height. Each tile asks for its share of the next chunk (past `end` too: a
+// thread's next range mostly begins there). Over cold weights of K = 576 and 2048: 8 rows 1.6 times as fast, 16 rows 1.4, 32 rows 1.1.
 template <Format format>
 void run(const Linear& a, int64_t begin, int64_t end) {
   static const Tile* const tables[] = {heights<format, 0>(), heights<format, 1>(), heights<format, 2>(), heights<format, kManyLines>()};
@@ -300,17 +300,16 @@ void run(const Linear& a, int64_t begin, int64_t end) {
   constexpr int64_t lines = static_cast<int64_t>(group_bytes(format)) / 64;
   const int64_t panel = a.k / kGroup * lines * 64, unit = pairs ? 2 * panel : panel;
   const int64_t tiles = (a.rows + kTileRows - 1) / kTileRows, most = kChunkBytes / unit > 1 ? kChunkBytes / unit : 1;
-  const int64_t distance = tiles > 1 ? most * unit : kAhead;
-  const uint8_t* const stop = a.weight + (a.n + kPanel - 1) / kPanel * panel;  // beyond `end`: the same thread goes on there as a rule
+  const uint8_t* const stop = a.weight + (a.n + kPanel - 1) / kPanel * panel;
   alignas(64) float out[2][kTileRows * kPanel];
   for (int64_t first = begin; first < end; first += most) {
-    const int64_t last = end - first < most ? end : first + most;
+    const int64_t last = end - first < most ? end : first + most, distance = tiles > 1 ? (last - first) * unit : kAhead;
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t row = part(a.rows, tiles, t), from = part(lines, tiles, t), count = part(lines, tiles, t + 1) - from;
       const int rows = static_cast<int>(part(a.rows, tiles, t + 1) - row);
       const auto multiply = [&](const uint8_t* at, float* to) {
-        const bool ours = a.rows > 1 && stop - at >= distance + panel;  // past the end there is nothing of ours
-        const Tile tile_of = tables[!ours ? 0 : count < kManyLines ? count : kManyLines][rows - 1];
+        const bool more = a.rows > 1 && stop - at >= distance + panel;
+        const Tile tile_of = tables[!more ? 0 : count < kManyLines ? count : kManyLines][rows - 1];
         tile_of({a, at, row, to, distance + from * 64, distance + (from + count) * 64});
       };
       const uint8_t* at = a.weight + first * unit;
@@ -374,9 +373,12 @@ void columns(const Linear& a, int64_t p, int64_t row, float* out) {
 void linear_int(const Linear& a, int64_t begin, int64_t end, uint8_t*) {
 #if HEADRACE_LEVEL >= 1
   switch (a.format) {
-    case Format::q4_0: return run<Format::q4_0>(a, begin, end);
-    case Format::q4_1: return run<Format::q4_1>(a, begin, end);
-    default: return run<Format::q8_0>(a, begin, end);
+    case Format::q4_0:
+      return run<Format::q4_0>(a, begin, end);
+    case Format::q4_1:
+      return run<Format::q4_1>(a, begin, end);
+    default:
+      return run<Format::q8_0>(a, begin, end);
   }
 #else
   alignas(64) float gate[kPanel], out[kPanel];

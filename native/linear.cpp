@@ -18,9 +18,7 @@ inline Group biased(const float* tile, const float* bias) {
   if (!bias) return y;
   return {{_mm512_add_ps(y.v[0], _mm512_loadu_ps(bias)), _mm512_add_ps(y.v[1], _mm512_loadu_ps(bias + 16))}};
 }
-inline Group silu_mul(const Group& g, const Group& u) {
-  return {{_mm512_mul_ps(silu_ps(g.v[0]), u.v[0]), _mm512_mul_ps(silu_ps(g.v[1]), u.v[1])}};
-}
+inline Group silu_mul(const Group& g, const Group& u) { return {{_mm512_mul_ps(silu_ps(g.v[0]), u.v[0]), _mm512_mul_ps(silu_ps(g.v[1]), u.v[1])}}; }
 inline Group plus(const Group& x, const Group& y) { return {{_mm512_add_ps(x.v[0], y.v[0]), _mm512_add_ps(x.v[1], y.v[1])}}; }
 inline void store(const Group& x, float* out) {
   _mm512_storeu_ps(out, x.v[0]);

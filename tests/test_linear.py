@@ -82,7 +82,9 @@ def floats(rows: int, n: int, fill: np.ndarray | float) -> tuple[np.ndarray, np.
     return out, storage
 
 
-def linear(w: reference.Weight, packed: np.ndarray, act: Activations, epilogue: int, rows: int, bias: np.ndarray | None, **more: Any) -> tuple[np.ndarray, ...]:
+def linear(
+    w: reference.Weight, packed: np.ndarray, act: Activations, epilogue: int, rows: int, bias: np.ndarray | None, **more: Any
+) -> tuple[np.ndarray, ...]:
     """What the layer wrote, after checking that it wrote nothing else. Under `add` the residual is row + column / 8."""
     n = len(w.codes)
     if epilogue == SILU_MUL:
@@ -106,7 +108,9 @@ def same_bits(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> bool:
     return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
-def check_against_float64(w: reference.Weight, act: Activations, epilogue: int, bias: np.ndarray | None, got: tuple[np.ndarray, ...]) -> None:
+def check_against_float64(
+    w: reference.Weight, act: Activations, epilogue: int, bias: np.ndarray | None, got: tuple[np.ndarray, ...]
+) -> None:
     y, bound = reference.product(w, act.of_width("q"), act.of_width("scale"))
     if bias is not None:
         y = y + bias

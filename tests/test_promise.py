@@ -19,8 +19,8 @@ from headrace.engine.plan import Chunk, NewRow, Plan
 from headrace.engine.scheduler import Scheduler
 from headrace.executors.native import NativeExecutor
 from headrace.kernels import native
-from headrace.models.loader import Model, load_model
 from headrace.models.hub import default_model_path
+from headrace.models.loader import Model, load_model
 from headrace.request import SamplingParams, Submit
 
 LEVELS = native.levels()
@@ -103,7 +103,9 @@ def test_preemption_and_sharing_in_a_tiny_pool(model: Model, level: str, params:
     requests = []
     for i in range(8):
         prompt = prompts(8, level)[(1, 2, 5, 7)[i // 2]][:40]  # pairs of identical prompts, short beside their answers
-        p = SamplingParams(max_tokens=80, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, logprobs=2, ignore_eos=True)
+        p = SamplingParams(
+            max_tokens=80, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, logprobs=2, ignore_eos=True
+        )
         requests.append(Submit(i, array("i", prompt).tobytes(), p, seed=100 + i, received=0.0))
 
     def serve(num_blocks: int, batch: int, cache: bool) -> tuple[dict[int, list[object]], int]:

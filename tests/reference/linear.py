@@ -76,8 +76,8 @@ def product(w: Weight, q: NDArray[np.int8], scale: NDArray[np.float32]) -> tuple
     total = a.sum(axis=2)[:, None, :] * scale[:, None, :groups].astype(np.float64)
     terms = dot * step
     offset = total * w.minimum.astype(np.float64)
-    # Each term goes through its own rounding (scale product, or the sum's) and those of the 2 * groups accumulations after it; a scale product
-    # below the normal range is off by half a subnormal times at most 255 * 127 * 32.
+    # Each term goes through its own rounding (scale product, or the sum's) and those of the 2 * groups accumulations after it; a scale
+    # product below the normal range is off by half a subnormal times at most 255 * 127 * 32.
     size = np.abs(terms).sum(axis=2) + np.abs(offset).sum(axis=2)
     return (terms + offset).sum(axis=2), (2 * groups + 2) * UNIT * size * 1.01 + groups * 2.0**-150 * 2**20
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from headrace import __version__
+from headrace.cli.bench import app as bench
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -228,6 +229,9 @@ def tokenize(
     from headrace.cli.tokenize import run_tokenize
 
     run_tokenize(model, file, as_json=json)
+
+
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
