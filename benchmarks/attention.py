@@ -4,11 +4,9 @@ dot products, else fp32), at every level that runs here.
     PYTHONPATH=src python benchmarks/attention.py [--threads 2] [--rounds 5] [--level LEVEL ...]
 
 The shape is SmolLM2-135M's: 9 query heads, 3 KV heads, head dimension 64, the blocks of a request scattered in the pool. Limit and kernel
-are
-measured in turn; a figure is the median of the rounds, a ratio the median of the rounds' ratios to the mean of the limit just before and
-just after.
-Decode counts the bytes of the keys and values of whole blocks once, over enough layers that no cache holds them. Prefill counts the causal
-multiply-adds only: 2 * q_heads * head_dim * n (n + 1) / 2.
+are measured in turn; a figure is the median of the rounds, a ratio the median of the rounds' ratios to the mean of the limit before and
+after. Decode counts the bytes of the keys and values of whole blocks once, over enough layers that no cache holds them. Prefill counts the
+causal multiply-adds only: 2 * q_heads * head_dim * n (n + 1) / 2.
 """
 
 from __future__ import annotations
@@ -34,16 +32,25 @@ class Work:
     unit: str
 
 
+def aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """As the server's pool is: on a huge page's boundary."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + (2 << 20), np.uint8)
+    at = -raw.ctypes.data % (2 << 20)
+    return raw[at : at + size].view(dtype).reshape(shape)
+
+
 def step(requests: int, start: int, stop: int, layers: int, threads: int, rng: np.random.Generator) -> Callable[[], float]:
     """A step of `requests` requests with queries [start, stop) each."""
     per_request = -(-stop // BLOCK)
     blocks = requests * per_request
-    pool = rng.integers(0x3C00, 0x3F80, (layers, blocks, KV_HEADS, 2 * BLOCK * HEAD_DIM), dtype=np.uint16)
+    pool = aligned((layers, blocks, KV_HEADS, 2 * BLOCK * HEAD_DIM), np.uint16)
+    pool[:] = rng.integers(0x3C00, 0x3F80, pool.shape, dtype=np.uint16)
     pool |= rng.integers(0, 2, pool.shape, dtype=np.uint16) << 15
     tables = rng.permutation(blocks).astype(np.int32).reshape(requests, per_request)
     rows = requests * (stop - start)
     q = rng.integers(0x3C00, 0x4040, (rows, Q_HEADS, HEAD_DIM), dtype=np.uint16)
-    out = np.empty((rows, Q_HEADS * HEAD_DIM), np.float32)
+    out = aligned((rows, Q_HEADS * HEAD_DIM), np.float32)
     starts, stops = (np.full(requests, x, np.int32) for x in (start, stop))
 
     def run() -> float:

@@ -171,8 +171,9 @@ inline Ints load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 inline Ints and_words(Ints x, uint32_t mask) { return _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(mask))); }
 // `x` where the token (lane + first) is in [lo, hi), else `other`.
 inline Vec select(Vec x, Vec other, int first, int lo, int hi) {
-  const uint64_t bits = (hi >= 64 ? ~uint64_t{0} : (uint64_t{1} << hi) - 1) & ~((uint64_t{1} << lo) - 1);
-  return _mm512_mask_blend_ps(static_cast<__mmask16>(lo < hi ? bits >> first : 0), other, x);
+  if (lo >= hi) return other;  // also keeps both shifts below 64
+  const uint64_t bits = (~uint64_t{0} >> (kKvChunk - hi)) & (~uint64_t{0} << lo);
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(bits >> first), other, x);
 }
 inline Vec shift_add(Vec p, Vec shifted) {  // p * 2^(the low bits of shifted)
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));

@@ -178,6 +178,24 @@ def test_scores_that_are_exact(level: str) -> None:
     assert (np.abs(got - want) <= weight * (reference.EPS_BF16 + 4e-5)).all()
 
 
+def test_partial_sums_have_no_bf16_in_them(level: str) -> None:
+    """m and l of every KV chunk, from exact scores: the roundings of c, exponent and sum and 2e-7 of the exponential are left."""
+    case = Case(199, 200, scale=0.05)
+    rng = np.random.default_rng(6)
+    q, k = rng.integers(-4, 5, case.q.shape), rng.integers(-4, 5, case.k.shape)
+    case.q, case.k = reference.to_bf16(q.astype(np.float32)), reference.to_bf16(k.astype(np.float32))
+    write_cache(case.pool, case.table, case.k, case.v)
+    partial = np.full((4, 3, 4 + 64), np.nan, np.float32)
+    _native.attention_partial(**case.args(), row=0, start=199, kv_head=0, c_begin=0, c_end=4, partial=partial)
+    exponents = np.einsum("hd,td->ht", q[0], k[:, 0]) * 0.05 * np.log2(np.e)
+    for chunk in range(4):
+        x = exponents[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+        m, rounding = x.max(axis=1), 4 * np.abs(exponents).max() * reference.EPS_F32
+        assert (np.abs(partial[chunk, :, 0] - m) <= rounding).all()
+        want = np.exp2(x - m[:, None]).sum(axis=1)
+        assert (np.abs(partial[chunk, :, 1] / want - 1) <= 2e-7 + 2 * rounding + 8 * reference.EPS_F32).all()
+
+
 def test_equal_scores_average(level: str) -> None:
     """All keys alike: every p is 1, nothing is rounded but the sums, and the answer is the mean of the values."""
     case = Case(0, 150, q_heads=2, kv_heads=1, head_dim=16)
