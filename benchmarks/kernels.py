@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from headrace import _native
+from headrace.executors.native import FORMATS
+from headrace.executors.profile import PORT_BOUND
 
-FORMATS = {"q4_0": 0, "q4_1": 1, "q8_0": 2, "bf16": 3}
 GROUP_BYTES = {"q4_0": 576, "q4_1": 640, "q8_0": 1088, "bf16": 2048}  # of 32 columns by 32 k
-PORT_BOUND = {"q4_0": 8 / 10, "q4_1": 8 / 11, "q8_0": 8 / 10, "bf16": 1.0}
 EPILOGUES = {"store": 0, "add": 1, "silu_mul": 2}
 # name, k, n, format, epilogue: the linear layers of SmolLM2-135M's Q4_1 file.
 MODEL = [

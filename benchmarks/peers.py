@@ -21,6 +21,8 @@ from pathlib import Path
 import floor
 from serving import LATENCIES, Rounds, Row, add_rounds, append, drive, requests_for, serving
 
+from headrace.models.hub import default_model_path
+
 # The script prints its own summary; what it measured is taken from its globals, for the percentiles it does not print.
 RUN_PEER = """
 import json, runpy, sys
@@ -86,7 +88,7 @@ def main() -> None:
     if a.summarize:
         compare([json.loads(line) for line in a.summarize.read_text().splitlines()])
         return
-    path = a.model or floor.default_model()
+    path = a.model or default_model_path()
     client = floor.load_client(a.client)
     rows: list[Row] = []
     with serving(path, a.serve_flags.split()) as (server, _):

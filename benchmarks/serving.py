@@ -31,6 +31,9 @@ from typing import Any
 
 import floor
 
+from headrace.executors.profile import Meter
+from headrace.models.hub import default_model_path
+
 Row = dict[str, Any]
 
 
@@ -83,6 +86,7 @@ class Server:
 @contextmanager
 def serving(model: Path, flags: list[str]) -> Iterator[tuple[Server, float]]:
     server = Server(model, free_port(), flags)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a benchmark that is ended takes its server along
     try:
         yield server, server.wait_until_ready()
     finally:
@@ -137,7 +141,7 @@ class Rounds:
     """Windows of the machine's limits between runs, and the floor of each run's workload at the mean of its two windows."""
 
     def __init__(self, model: Path, client: ModuleType, threads: int) -> None:
-        self.meter = floor.Meter(threads)
+        self.meter = Meter(threads)
         self.model = floor.Model.of(model)
         self.count = floor.counter(model)
         self.client = client
@@ -203,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rounds(parser)
     a = parser.parse_args()
-    path = a.model or floor.default_model()
+    path = a.model or default_model_path()
     client = floor.load_client(a.client)
     rows: list[Row] = []
     with serving(path, a.serve_flags.split()) as (server, ready_s):

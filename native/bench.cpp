@@ -221,7 +221,6 @@ class LinearBench {
       a_.out = reinterpret_cast<float*>(output_.data());
       a_.ld_out = n + 16;
     }
-    for (int t = 0; t < threads; t++) scratch_.push_back(std::make_unique<Arena>(linear_scratch(k)));
   }
 
   // Seconds of one layer: passes over all layers, a barrier after each layer as in a step, for about `seconds`. The threads share a layer out as the
@@ -247,7 +246,7 @@ class LinearBench {
             for (;;) {
               const int64_t first = begin + shares[owner].taken[turn].fetch_add(grain, std::memory_order_relaxed);
               if (first >= end) return;
-              kernels().linear(a, first, std::min(first + grain, end), scratch_[t]->data());
+              kernels().linear(a, first, std::min(first + grain, end));
             }
           };
           for (int i = 0; i < threads_; i++) take((t + i) % threads_);
@@ -328,7 +327,6 @@ class LinearBench {
   size_t layer_bytes_;
   Arena weights_, input_, output_;
   Linear a_;
-  std::vector<std::unique_ptr<Arena>> scratch_;
 };
 
 }  // namespace

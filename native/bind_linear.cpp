@@ -94,11 +94,8 @@ void run_linear(int format, const Vector<const uint8_t>& weight, int64_t n, int6
   const int64_t units = pairs ? n / (2 * kPanel) : (n + kPanel - 1) / kPanel, first = begin.value_or(0), last = end.value_or(units);
   if (first < 0 || last > units || first > last)
     refuse("begin, end", "0 <= begin <= end <= " + std::to_string(units), std::to_string(first) + ", " + std::to_string(last));
-  const size_t bytes = (linear_scratch(k) + 63) / 64 * 64;
-  const std::unique_ptr<uint8_t, decltype(&std::free)> scratch(static_cast<uint8_t*>(std::aligned_alloc(64, bytes)), &std::free);
-  if (!scratch) throw std::bad_alloc();
   nb::gil_scoped_release release;
-  if (rows > 0) kernels().linear(a, first, last, scratch.get());
+  if (rows > 0) kernels().linear(a, first, last);
 }
 
 }  // namespace

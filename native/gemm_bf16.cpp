@@ -159,7 +159,7 @@ inline int64_t block_rows(int64_t k) {
 
 }  // namespace
 
-void linear_bf16(const Linear& a, int64_t begin, int64_t end, uint8_t*) {
+void linear_bf16(const Linear& a, int64_t begin, int64_t end) {
   const int64_t groups = (a.k + kGroup - 1) / kGroup, pairs = groups * (kGroup / 2);
   const size_t panel_bytes = static_cast<size_t>(groups) * group_bytes(Format::bf16);
   const bool gated = a.epilogue == Epilogue::silu_mul;

@@ -370,7 +370,7 @@ void columns(const Linear& a, int64_t p, int64_t row, float* out) {
 
 }  // namespace
 
-void linear_int(const Linear& a, int64_t begin, int64_t end, uint8_t*) {
+void linear_int(const Linear& a, int64_t begin, int64_t end) {
 #if HEADRACE_LEVEL >= 1
   switch (a.format) {
     case Format::q4_0:

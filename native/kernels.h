@@ -136,8 +136,8 @@ struct Sampled {
   X(quantize, void, (const float* x, int64_t ld, int64_t k, int64_t begin, int64_t end, const Activations& act))                                 \
   /* act <- rms_norm(x) * weight, then as quantize */                                                                                            \
   X(rms_norm, void, (const float* x, int64_t ld, int64_t k, const float* weight, float eps, int64_t begin, int64_t end, const Activations& act)) \
-  /* panels [begin, end) of a linear layer, all rows. silu_mul: begin and end count pairs of panels. scratch: linear_scratch(k) bytes */         \
-  X(linear, void, (const Linear& a, int64_t begin, int64_t end, uint8_t* scratch))                                                               \
+  /* panels [begin, end) of a linear layer, all rows. silu_mul: begin and end count pairs of panels */                                           \
+  X(linear, void, (const Linear& a, int64_t begin, int64_t end))                                                                                 \
   /* out[k] = row `id` of a packed [n, k] weight, times `scale` */                                                                               \
   X(embed, void, (Format format, const uint8_t* weight, int64_t k, int64_t id, float scale, float* out))                                         \
   /* positions [start, stop) of one chunk, q heads then k heads then v heads: units [begin, end) of (stop-start) * (q_heads + 2 kv_heads),       \
@@ -154,9 +154,6 @@ struct Sampled {
   X(sample, Sampled, (float* logits, int64_t vocab, const Sampling& s, int32_t* top_ids, float* top_logprobs, uint8_t* scratch))
 
 // Bytes of scratch a thread needs, 64 B aligned.
-constexpr size_t linear_scratch(int64_t k) {
-  return static_cast<size_t>((k + 31) / 32 * 32) * 32 * 2 + static_cast<size_t>((k + 31) / 32) * 32 * 8 + 65536;
-}
 constexpr size_t attention_scratch(int head_dim, int group) {
   return static_cast<size_t>(256) * 1024 + static_cast<size_t>(head_dim) * group * 64 * 8;
 }

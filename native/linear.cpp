@@ -64,11 +64,11 @@ void finish_columns(bool add, float* out, const float* bias, const float* y, int
 
 }  // namespace
 
-void linear(const Linear& a, int64_t begin, int64_t end, uint8_t* scratch) {
+void linear(const Linear& a, int64_t begin, int64_t end) {
   if (a.format == Format::bf16) {
-    linear_bf16(a, begin, end, scratch);
+    linear_bf16(a, begin, end);
   } else {
-    linear_int(a, begin, end, scratch);
+    linear_int(a, begin, end);
   }
 }
 

@@ -7,8 +7,8 @@ namespace headrace {
 namespace HEADRACE_ISA {
 
 // One family: columns of panels [begin, end) (pairs of panels under silu_mul) for all rows; calls finish_tile / finish_pair.
-void linear_int(const Linear& a, int64_t begin, int64_t end, uint8_t* scratch);
-void linear_bf16(const Linear& a, int64_t begin, int64_t end, uint8_t* scratch);
+void linear_int(const Linear& a, int64_t begin, int64_t end);
+void linear_bf16(const Linear& a, int64_t begin, int64_t end);
 
 // tile: [rows][32] fp32, 64 B aligned: the products of `panel` for rows [row, row + rows). Applies bias, then stores or adds; masks columns past n.
 void finish_tile(const Linear& a, int64_t row, int rows, int64_t panel, const float* tile);

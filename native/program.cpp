@@ -85,44 +85,40 @@ int Program::activations(int64_t k, bool int8, bool as_bf16) {
   return static_cast<int>(activations_.size()) - 1;
 }
 
+Program::Op& Program::add(Kind kind, const std::string& name) {
+  Op& op = ops_.emplace_back();
+  op.kind = kind;
+  op.name = name;
+  return op;
+}
+
 void Program::embed(const Weight& weight, float scale, int out) {
-  Op op{};
-  op.kind = Kind::embed;
-  op.name = "embed";
+  Op& op = add(Kind::embed, "embed");
   op.packed = weight;
   op.scale = scale;
   op.out = out;
-  ops_.push_back(op);
 }
 
 void Program::rms_norm(int x, const float* weight, float eps, int64_t k, int out, bool selected) {
-  Op op{};
-  op.kind = Kind::rms_norm;
-  op.name = "norm";
+  Op& op = add(Kind::rms_norm, "norm");
   op.x = x;
   op.weight = weight;
   op.eps = eps;
   op.k = k;
   op.act = out;
   op.selected = selected;
-  ops_.push_back(op);
 }
 
 void Program::quantize(int x, int64_t k, int out) {
-  Op op{};
-  op.kind = Kind::quantize;
-  op.name = "quantize";
+  Op& op = add(Kind::quantize, "quantize");
   op.x = x;
   op.k = k;
   op.act = out;
-  ops_.push_back(op);
 }
 
 void Program::linear(const std::string& name, const Weight& weight, int in, int out, int64_t column, Epilogue epilogue, const float* bias,
                      bool selected) {
-  Op op{};
-  op.kind = Kind::linear;
-  op.name = name;
+  Op& op = add(Kind::linear, name);
   op.packed = weight;
   op.act = in;
   op.column = column;
@@ -135,28 +131,19 @@ void Program::linear(const std::string& name, const Weight& weight, int in, int 
   } else {
     op.out = out;
   }
-  scratch_bytes_ = std::max(scratch_bytes_, linear_scratch(weight.k));
-  ops_.push_back(op);
 }
 
 void Program::rope_kv(int qkv, int64_t q_offset, int64_t k_offset, int64_t v_offset, const float* q_norm, const float* k_norm, float eps,
                       const float* cos_sin, int rotary, int layer) {
-  Op op{};
-  op.kind = Kind::rope_kv;
-  op.name = "rope_kv";
-  op.layer = layer;
+  Op& op = add(Kind::rope_kv, "rope_kv");
   const Buffer& in = buffers_[static_cast<size_t>(qkv)];
   op.rope = {in.data, in.columns, q_offset, k_offset, v_offset, limits_.q_heads, q_norm, k_norm, eps, {cos_sin, rotary}, q_.as<bf16>(), kv(layer)};
-  ops_.push_back(op);
 }
 
 void Program::attention(int out, int layer) {
-  Op op{};
-  op.kind = Kind::attention;
-  op.name = "attention";
+  Op& op = add(Kind::attention, "attention");
   op.out = out;
   op.layer = layer;
-  ops_.push_back(op);
 }
 
 void Program::finish(int logits) {
@@ -379,8 +366,7 @@ void Program::run_op(Op& op, int thread) {
       }
       if (rows == 0) return;
       const int64_t grain = rows <= 64 ? std::max<int64_t>(1, units / (4 * limits_.threads)) : 1;
-      uint8_t* scratch = scratch_->as<uint8_t>() + scratch_bytes_ * static_cast<size_t>(thread);
-      share(thread, units, grain, [&](int64_t begin, int64_t end) { k.linear(a, begin, end, scratch); });
+      share(thread, units, grain, [&](int64_t begin, int64_t end) { k.linear(a, begin, end); });
       break;
     }
     case Kind::rope_kv:
@@ -415,16 +401,21 @@ void Program::run_attention(const Op& op, int thread) {
     const int64_t count = static_cast<int64_t>(items.size());
     while (next.load(std::memory_order_relaxed) < count) {
       const int64_t at = next.fetch_add(1, std::memory_order_relaxed);
-      if (at < count) attend(op, items[static_cast<size_t>(at)], thread);
+      if (at < count) attend(op, items[static_cast<size_t>(at)], at + 1 < count ? &items[static_cast<size_t>(at) + 1] : nullptr, thread);
     }
   }
 }
 
-void Program::attend(const Op& op, const Item& item, int thread) {
+// `next`: what this thread will probably take after it.
+void Program::attend(const Op& op, const Item& item, const Item* next, int thread) {
   const Kernels& k = kernels();
   const Buffer& out = buffers_[static_cast<size_t>(op.out)];
   const AttentionChunk& c = chunks_[static_cast<size_t>(item.chunk)];
-  const Attention a{q_.as<bf16>(), limits_.q_heads, limits_.score_scale, limits_.window, kv(op.layer), out.data, out.columns};
+  Attention a{q_.as<bf16>(), limits_.q_heads, limits_.score_scale, limits_.window, kv(op.layer), out.data, out.columns};
+  if (next) {
+    a.next = &chunks_[static_cast<size_t>(next->chunk)];
+    a.next_kv_head = next->kv_head;
+  }
   uint8_t* scratch = scratch_->as<uint8_t>() + scratch_bytes_ * static_cast<size_t>(thread);
   if (item.split < 0) return k.attention(a, c, item.kv_head, item.q_begin, item.q_end, scratch);
   const Split& split = splits_[static_cast<size_t>(item.split)];

@@ -154,6 +154,7 @@ class Program {
   };
   struct SampleCall;
 
+  Op& add(Kind kind, const std::string& name);
   int64_t rows_of(const Op& op) const { return op.selected ? num_selected_ : num_rows_; }
   Activations view(int act, int64_t rows, int thread) const;
   KvLayer kv(int layer) const;
@@ -162,7 +163,7 @@ class Program {
   void run_op(Op& op, int thread);
   void run_rope(const Op& op, int thread);
   void run_attention(const Op& op, int thread);
-  void attend(const Op& op, const Item& item, int thread);
+  void attend(const Op& op, const Item& item, const Item* next, int thread);
   bool is_decode(const AttentionChunk& c) const { return c.stop - c.start == 1; }
   std::atomic<int64_t>& cursor(int thread, int owner, unsigned ahead = 0);
   template <class F>

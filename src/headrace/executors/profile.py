@@ -26,22 +26,31 @@ PORT_BOUND = {"q4_0": 8 / 10, "q8_0": 8 / 10, "q4_1": 8 / 11, "bf16": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do now."""
+    """What the machine can do now: bytes/s read, multiply-adds/s of int8 and of bf16."""
 
-    read: float  # bytes/s
-    int8: float  # multiply-adds/s
+    read: float
+    int8: float
     bf16: float
 
+    def mean(self, other: Limits) -> Limits:
+        """The limits between two windows."""
+        return Limits((self.read + other.read) / 2, (self.int8 + other.int8) / 2, (self.bf16 + other.bf16) / 2)
 
-class Windows:
+    def __str__(self) -> str:
+        return f"{self.read / 1e9:.1f} GB/s read, {self.int8 / 1e9:.0f} GMAC/s int8, {self.bf16 / 1e9:.0f} bf16"
+
+
+class Meter:
     """Measures the limits in short windows; the buffer it reads is larger than any cache."""
 
     def __init__(self, threads: int, mib: int = 512) -> None:
         self._native = native.Limits(threads, mib)
 
-    def now(self, seconds: float = 0.15) -> Limits:
-        n = self._native
-        return Limits(max(n.read(seconds) for _ in range(3)) * 1e9, n.int8(seconds / 2) * 1e9, n.bf16(seconds / 2) * 1e9)
+    def window(self, seconds: float = 1.0) -> Limits:
+        """The best of four short windows for each: neighbours only ever take away."""
+        part = seconds / 12
+        best = [max(measure(part) for _ in range(4)) for measure in (self._native.read, self._native.int8, self._native.bf16)]
+        return Limits(best[0] * 1e9, best[1] * 1e9, best[2] * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,27 +116,25 @@ class Bench:
 
     def __init__(self, executor: NativeExecutor, threads: int, seed: int) -> None:
         self.executor = executor
-        self.threads = threads
         self.random = random.Random(seed)
-        self.windows = Windows(threads)
+        self.meter = Meter(threads)
 
     def prefill(self, tokens: int, rounds: int = 5) -> Measured:
         """One prompt in one step."""
-        plan_of = self._rows(1, tokens)
+        self.executor.forward(self._rows(1, tokens))
         plan = Plan(chunks=[Chunk(0, 0, tokens, tokens - 1, True)])
-        self.executor.forward(plan_of)  # fills the row; warms up
         return self._measure(f"prefill {tokens}", plan, rounds, repeat=3, sample=False)
 
     def decode(self, rows: int, context: int, rounds: int = 5) -> Measured:
         """One token of each of `rows` samples, each with `context` tokens before it."""
-        first = self._rows(rows, context)
-        self.executor.forward(first)
+        self.executor.forward(self._rows(rows, context))
         for row in range(rows):
             self._fill(row, context)
         plan = Plan(chunks=[Chunk(row, context - 1, context, context - 1, True) for row in range(rows)])
         return self._measure(f"decode {rows} x {context}", plan, rounds, repeat=40 if rows < 8 else 12, sample=True)
 
     def _rows(self, rows: int, tokens: int) -> Plan:
+        """A step that sets rows up, each with blocks of its own, and computes one token."""
         vocab = self.executor.model.config.vocab_size
         blocks = -(-(tokens + 1) // BLOCK_TOKENS)
         plan = Plan(chunks=[Chunk(0, 0, 1, 1, False)])
@@ -150,7 +157,7 @@ class Bench:
         samples: list[float] = []
         ratios: list[float] = []
         shares: dict[str, list[float]] = {}
-        limits: list[Limits] = [self.windows.now()]
+        limits: list[Limits] = [self.meter.window()]
         for _ in range(rounds):
             times: list[float] = []
             for _ in range(repeat):
@@ -169,7 +176,7 @@ class Bench:
             for operation, seconds, _ in program.times():
                 shares.setdefault(operation, []).append(seconds / max(1, repeat // 3))
             program.profile(False)
-            limits.append(self.windows.now())
+            limits.append(self.meter.window())
             near = Limits(*(max(getattr(limits[-2], f), getattr(limits[-1], f)) for f in ("read", "int8", "bf16")))
             bound = sum(cost.seconds(near) for cost in costs.values())
             ratios.append(bound / (steps[-1] + (statistics.median(samples) if samples else 0.0)))

@@ -82,7 +82,6 @@ class GGUFFile:
             self._parse_key(header, index)
         alignment = self._alignment()
         infos = [self._parse_tensor(header, index) for index in range(num_tensors)]
-        self.header_bytes = header.pos
         self._place(header, infos, alignment)
 
     def _parse_key(self, header: HeaderReader, index: int) -> None:

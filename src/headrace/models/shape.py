@@ -17,8 +17,6 @@ MAX_CONTEXT = 1 << 25
 MAX_HEAD_DIM = 256  # the attention kernels' registers
 HEAD_DIM_STEP = 16
 
-ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
-
 
 def check(file: Path, config: ModelConfig) -> ModelConfig:
     """Refuse shapes that contradict themselves or that the kernels do not have. Single sizes have been checked where they were read."""

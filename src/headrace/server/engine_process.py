@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -71,7 +70,6 @@ def die_with_parent(parent: int) -> None:
 def run(build: Builder, sock: socket.socket, weights_fd: int = -1) -> int:
     """The life of an engine process on its end of the socketpair. Returns the exit code."""
     channel = Channel(sock)
-    started = time.monotonic()
     try:
         hello = expect_hello(channel)
         try:
@@ -83,7 +81,6 @@ def run(build: Builder, sock: socket.socket, weights_fd: int = -1) -> int:
         except MemoryError:
             channel.send(Fatal("MemoryBudgetExceeded", "the machine has no memory left for the model"))
             return 2
-        ready.load_seconds = time.monotonic() - started
         # Everything loaded so far lives as long as the process: no collection need ever walk it again.
         gc.collect()
         gc.freeze()

@@ -60,7 +60,6 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     level: str = ""
     isa: str = ""
     threads: int = 0
-    load_seconds: float = 0.0
     manifest: bytes = b""
 
 
