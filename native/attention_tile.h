@@ -63,11 +63,6 @@ struct alignas(64) TileScratch {
   float exponent[16];  // rows' alpha, then (from 8) beta
 };
 
-// 2^t for t <= 1, clamped at 2^-125: n = rint(t) by adding and subtracting 1.5 * 2^23, whose sum also holds n in its low bits; 2^(t - n) by a
-// polynomial of degree 5, relative error below 2e-7, exactly 1 at 0. NaN stays NaN. Five multiplications a vector less than exp_ps.
-constexpr float kExp2Lo = -125.0f, kExp2Magic = 12582912.0f;
-constexpr float kExp2[5] = {1.326472731e-3f, 9.671512991e-3f, 5.550733581e-2f, 2.402224243e-1f, 6.931470037e-1f};
-
 inline const uint32_t* words(const bf16* p) { return reinterpret_cast<const uint32_t*>(p); }
 
 // The queries of a tile. Level 3 reads their words where they are; the others want them widened once: [d][row], so that a row is at a constant
@@ -88,15 +83,6 @@ void widen_queries(float* out, const bf16* const* rows, int head_dim) {
 #endif
 
 #if HEADRACE_LEVEL == 0
-
-inline float exp2_f32(float t) {
-  t = kExp2Lo > t ? kExp2Lo : t;
-  const float shifted = t + kExp2Magic, f = t - (shifted - kExp2Magic);
-  float p = kExp2[0];
-  for (int i = 1; i < 5; i++) p = __builtin_fmaf(p, f, kExp2[i]);
-  p = __builtin_fmaf(p, f, 1.0f);
-  return bits_to_float(float_to_bits(p) + (float_to_bits(shifted) << 23));
-}
 
 template <int R>
 void scores(TileScratch& w, const Queries& q, const ChunkView& c, int head_dim, float c2, const Visible& see, const Ahead*) {
@@ -175,9 +161,6 @@ inline Vec select(Vec x, Vec other, int first, int lo, int hi) {
   const uint64_t bits = (~uint64_t{0} >> (kKvChunk - hi)) & (~uint64_t{0} << lo);
   return _mm512_mask_blend_ps(static_cast<__mmask16>(bits >> first), other, x);
 }
-inline Vec shift_add(Vec p, Vec shifted) {  // p * 2^(the low bits of shifted)
-  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
-}
 inline float hmax(Vec x) {
   const __m256 a = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
   const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -212,9 +195,6 @@ inline Vec select(Vec x, Vec other, int first, int lo, int hi) {
   const __m256i in = _mm256_and_si256(_mm256_cmpgt_epi32(token, _mm256_set1_epi32(lo - 1)), _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), token));
   return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(in));
 }
-inline Vec shift_add(Vec p, Vec shifted) {
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
-}
 inline float hsum(Vec x) {
   const __m128 b = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
@@ -243,15 +223,6 @@ inline Vec round_bf16(Vec x) {  // of a number, to nearest even, still as fp32
   const __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
   return _mm256_castsi256_ps(and_words(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 0xffff0000u));
 #endif
-}
-
-inline Vec exp2_ps(Vec t) {
-  t = max(broadcast(kExp2Lo), t);  // in this order NaN passes
-  const Vec shifted = add(t, broadcast(kExp2Magic)), f = sub(t, sub(shifted, broadcast(kExp2Magic)));
-  Vec p = broadcast(kExp2[0]);
-#pragma GCC unroll 4
-  for (int i = 1; i < 5; i++) p = fma(p, f, broadcast(kExp2[i]));
-  return shift_add(fma(p, f, broadcast(1.0f)), shifted);
 }
 
 // Operand A of a product: words of row r by index.

@@ -227,7 +227,7 @@ class LinearBench {
   // pool does: each begins with its own half of its range and then takes what is left, so a thread the system interrupts does not hold up the rest.
   double run(double seconds) {
     const int64_t units = (a_.n + kPanel - 1) / kPanel / (a_.epilogue == Epilogue::silu_mul ? 2 : 1);
-    const int64_t grain = std::max<int64_t>(1, units / (threads_ * 16));
+    const int64_t grain = std::max<int64_t>(1, units / (threads_ * 4)), unit_bytes = layer_bytes_ / units;
     Barrier barrier(threads_);
     std::vector<Share> shares(threads_);
     std::atomic<bool> more{true};
@@ -246,7 +246,11 @@ class LinearBench {
             for (;;) {
               const int64_t first = begin + shares[owner].taken[turn].fetch_add(grain, std::memory_order_relaxed);
               if (first >= end) return;
-              kernels().linear(a, first, std::min(first + grain, end));
+              const int64_t last = std::min(first + grain, end);
+              a.next = a.weight + last * unit_bytes;
+              if (last == units * (t + 1) / threads_)
+                a.next = weights_.data() + (layer + 1) % layers_ * layer_bytes_ + units * t / threads_ * unit_bytes;
+              kernels().linear(a, first, last);
             }
           };
           for (int i = 0; i < threads_; i++) take((t + i) % threads_);

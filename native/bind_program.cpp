@@ -168,11 +168,11 @@ void bind_program(nb::module_& m) {
       .def(
           "times",
           [](const Program& p) {
-            std::vector<std::tuple<std::string, double, int64_t>> out;
-            for (const auto& t : p.times()) out.emplace_back(t.name, t.seconds, t.calls);
+            std::vector<std::tuple<std::string, double>> out;
+            for (const auto& t : p.times()) out.emplace_back(t.name, t.seconds);
             return out;
           },
-          "Per kind of operation: name, seconds, calls, since profile(True).")
+          "Per kind of operation: name and seconds of the first thread, since profile(True).")
       .def_prop_ro("bytes", &Program::bytes)
       .def_prop_ro("kv_bytes", &Program::kv_bytes);
 }

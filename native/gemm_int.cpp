@@ -264,10 +264,6 @@ void tile(const TileArgs& t) {
 
 // Panels that stay in L2 (1 MiB, a quarter of it for two chunks) while all the tiles of rows pass over them.
 constexpr int64_t kChunkBytes = 128 * 1024;
-// How far ahead a lone tile of 2 rows or more asks for its weights. One row computes so little that the hardware's own prefetching keeps up,
-// and is better left alone. Measured: 4 rows 20 -> 25 GB/s of 31, 1 row 31 -> 28.
-constexpr int64_t kAhead = 8 * 1024;
-
 // Part `i` of `count` into `parts` near-equal ones: its first element.
 inline int64_t part(int64_t count, int64_t parts, int64_t i) { return count / parts * i + (i < count % parts ? i : count % parts); }
 
@@ -284,42 +280,54 @@ const Tile* heights() {
 }
 
 // A tile's place in the output is far from the last one's: ask for it before it is needed, else the stores wait on one another. 2 % at K = 2048.
-inline void want_to_write(const Linear& a, int64_t row, int rows, int64_t panel) {
+inline void want_to_write(const void* p) { __asm__ volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
+inline void want_tile(const Linear& a, int64_t row, int rows, int64_t panel) {
   for (int r = 0; r < rows; r++) {
-    const char* out = reinterpret_cast<const char*>(a.out + (row + r) * a.ld_out + panel * kPanel);
-    __asm__ volatile("prefetchw %0\n\tprefetchw %1" : : "m"(out[0]), "m"(out[64]));
+    const float* out = a.out + (row + r) * a.ld_out + panel * kPanel;
+    want_to_write(out);
+    want_to_write(out + 16);
+  }
+}
+inline void want_pair(const Activations& act, int64_t row, int rows, int64_t pair) {
+  if (!act.q) return;
+  for (int r = 0; r < rows; r++) {
+    const int64_t at = (row + r) * act.ldg + pair;
+    want_to_write(act.q + (row + r) * act.ldq + pair * kGroup);
+    want_to_write(act.scale + at);
+    want_to_write(act.corr + at);
+    want_to_write(act.sum + at);
   }
 }
 
-// Chunks of panels; over each chunk the tiles of rows, near-equal in height. Each tile asks for its share of the next chunk (past `end` too: a
-// thread's next range mostly begins there). Over cold weights of K = 576 and 2048: 8 rows 1.6 times as fast, 16 rows 1.4, 32 rows 1.1.
+// Chunks of panels; over each chunk the tiles of rows, near-equal in height. Each tile asks for its share of the next chunk, which after the last
+// one is where a.next begins. One row computes so little that the hardware's own prefetching keeps up, and is better left alone (31 -> 28 GB/s).
+// Over cold weights of K = 576 and 2048: 8 rows 1.6 times as fast, 16 rows 1.4, 32 rows 1.1.
 template <Format format>
 void run(const Linear& a, int64_t begin, int64_t end) {
   static const Tile* const tables[] = {heights<format, 0>(), heights<format, 1>(), heights<format, 2>(), heights<format, kManyLines>()};
   const bool pairs = a.epilogue == Epilogue::silu_mul;
   constexpr int64_t lines = static_cast<int64_t>(group_bytes(format)) / 64;
   const int64_t panel = a.k / kGroup * lines * 64, unit = pairs ? 2 * panel : panel;
-  const int64_t tiles = (a.rows + kTileRows - 1) / kTileRows, most = kChunkBytes / unit > 1 ? kChunkBytes / unit : 1;
-  const uint8_t* const stop = a.weight + (a.n + kPanel - 1) / kPanel * panel;
+  const int64_t tiles = (a.rows + kTileRows - 1) / kTileRows, most = tiles > 1 && kChunkBytes / unit > 1 ? kChunkBytes / unit : 1;
   alignas(64) float out[2][kTileRows * kPanel];
   for (int64_t first = begin; first < end; first += most) {
-    const int64_t last = end - first < most ? end : first + most, distance = tiles > 1 ? (last - first) * unit : kAhead;
+    const int64_t last = end - first < most ? end : first + most;
+    const uint8_t *const chunk = a.weight + first * unit, *const next = last < end ? a.weight + last * unit : a.next;
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t row = part(a.rows, tiles, t), from = part(lines, tiles, t), count = part(lines, tiles, t + 1) - from;
       const int rows = static_cast<int>(part(a.rows, tiles, t + 1) - row);
-      const auto multiply = [&](const uint8_t* at, float* to) {
-        const bool more = a.rows > 1 && stop - at >= distance + panel;
-        const Tile tile_of = tables[!more ? 0 : count < kManyLines ? count : kManyLines][rows - 1];
-        tile_of({a, at, row, to, distance + from * 64, distance + (from + count) * 64});
-      };
-      const uint8_t* at = a.weight + first * unit;
+      const int64_t ahead = next - chunk + from * 64;
+      const Tile tile_of = tables[!next || a.rows == 1 ? 0 : count < kManyLines ? count : kManyLines][rows - 1];
+      const auto multiply = [&](const uint8_t* at, float* to) { tile_of({a, at, row, to, ahead, ahead + count * 64}); };
+      const uint8_t* at = chunk;
       for (int64_t p = first; p < last; p++, at += unit) {
         if (pairs) {
+          want_pair(a.act_out, row, rows, p);
           multiply(at, out[0]);
           multiply(at + panel, out[1]);
           finish_pair(a, row, rows, p, out[0], out[1]);
         } else {
-          want_to_write(a, row, rows, p);
+          want_tile(a, row, rows, p);
           multiply(at, out[0]);
           finish_tile(a, row, rows, p, out[0]);
         }

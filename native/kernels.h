@@ -61,6 +61,8 @@ struct Linear {
   int64_t ld_out;
   const float* bias;    // or null
   Activations act_out;  // silu_mul: whichever of q / b is not null is written
+  // What this thread will probably read after these panels, or null: its first bytes are prefetched while the last panels are multiplied.
+  const uint8_t* next;
 };
 
 // One request's share of a step, as attention sees it.

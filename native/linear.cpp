@@ -3,7 +3,7 @@
 // Arithmetic, the same bits at every level:
 //   store  t = y + bias (without a bias: y); out = t
 //   add    t = y + bias;                     out = out + t
-//   silu   g = gate + bias; u = up + bias;   h = (g / (1 + exp(-g))) * u, every operation rounded to fp32; then quantize.h
+//   silu   g = gate + bias; u = up + bias;   h = (g / (1 + 2^(g * -log2 e))) * u, every operation rounded to fp32; then quantize.h
 #include "linear.h"
 
 #include "quantize.h"
@@ -91,8 +91,13 @@ void finish_tile(const Linear& a, int64_t row, int rows, int64_t panel, const fl
 void finish_pair(const Linear& a, int64_t row, int rows, int64_t pair, const float* gate, const float* up) {
   const float* gate_bias = a.bias ? a.bias + 2 * pair * kPanel : nullptr;
   const float* up_bias = a.bias ? gate_bias + kPanel : nullptr;
-  for (int r = 0; r < rows; r++, gate += kPanel, up += kPanel)
-    store_group(a.act_out, row + r, pair, silu_mul(biased(gate, gate_bias), biased(up, up_bias)));
+  const auto h = [&](int r) { return silu_mul(biased(gate + r * kPanel, gate_bias), biased(up + r * kPanel, up_bias)); };
+  int r = 0;
+  for (; r + 3 <= rows; r += 3) {
+    const Group x[3] = {h(r), h(r + 1), h(r + 2)};
+    store_rows(a.act_out, row + r, pair, x);
+  }
+  for (; r < rows; r++) store_group(a.act_out, row + r, pair, h(r));
 }
 
 }  // namespace HEADRACE_ISA

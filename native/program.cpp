@@ -13,6 +13,11 @@ namespace {
 
 constexpr int64_t kSmall = 4;       // up to this many rows every thread norms and quantizes for itself: cheaper than a barrier
 constexpr int64_t kQueryTile = 32;  // queries of one attention item
+// With this many rows a thread or more, rows are shared out and not columns: what a thread computes it reads again itself, and threads meet
+// only around attention. Each then reads all the weights, which are few bytes beside that many rows' arithmetic.
+constexpr int64_t kOwnRows = 16;
+constexpr int64_t kRowBlock = 36;  // rows that pass through a run of operations together: what they are at each stays in L2
+
 double now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -148,6 +153,16 @@ void Program::attention(int out, int layer) {
 
 void Program::finish(int logits) {
   logits_ = logits;
+  const auto alone = [](const Op& a, const Op& b) { return a.kind == Kind::attention || b.kind == Kind::attention || a.selected != b.selected; };
+  for (size_t i = 0; i < ops_.size(); i++) {
+    if (i == 0 || alone(ops_[i - 1], ops_[i])) runs_.push_back({i, i});
+    runs_.back().second = i + 1;
+  }
+  const Op* next = nullptr;
+  for (auto op = ops_.rbegin(); op != ops_.rend(); ++op) {
+    op->next = next;
+    if (op->kind == Kind::linear) next = &*op;
+  }
   scratch_bytes_ = static_cast<size_t>(round_up(static_cast<int64_t>(scratch_bytes_), 4096));
   scratch_ = std::make_unique<Memory>(scratch_bytes_ * static_cast<size_t>(limits_.threads));
 }
@@ -256,6 +271,14 @@ void Program::plan_attention() {
   }
 }
 
+template <class F>
+void Program::timed(double& seconds, int thread, F f) {
+  if (!profile_ || thread != 0) return f();
+  const double before = now();
+  f();
+  seconds += now() - before;
+}
+
 // Runs f(begin, end) over [0, units) in pieces of `grain`: each thread its own contiguous share first, then what the others have left.
 template <class F>
 void Program::share(int thread, int64_t units, int64_t grain, F f) {
@@ -277,16 +300,16 @@ std::atomic<int64_t>& Program::cursor(int thread, int owner, unsigned ahead) {
 }
 
 void Program::end_stage(int thread) {
-  pool_.barrier();
+  timed(waited_, thread, [this] { pool_.barrier(); });
   cursors_[static_cast<size_t>(thread)].stage++;
   cursor(thread, thread, 2).store(0, std::memory_order_relaxed);
 }
 
-Activations Program::view(int act, int64_t rows, int thread) const {
+// Rows `from` and after of `rows` rows of activations: of a few rows each thread has a copy of its own.
+Activations Program::view(int act, int64_t rows, int thread, int64_t from) const {
   const ActBuffer& buffer = activations_[static_cast<size_t>(act)];
   Activations a = buffer.all;
-  if (rows > kSmall || buffer.shared) return a;
-  const int64_t row = limits_.max_tokens + thread * kSmall;
+  const int64_t row = from + (rows > kSmall || buffer.shared ? 0 : limits_.max_tokens + thread * kSmall);
   if (a.q) {
     a.q += row * a.ldq;
     a.scale += row * a.ldg;
@@ -306,91 +329,138 @@ void Program::run(int thread) {
     });
     end_stage(thread);
   }
-  double before = profile_ && thread == 0 ? now() : 0;
-  for (Op& op : ops_) {
-    run_op(op, thread);
-    if (profile_ && thread == 0) {
-      const double after = now();
-      op.seconds += after - before;
-      op.calls++;
-      before = after;
+  for (const auto& [first, last] : runs_) {
+    const int64_t rows = rows_of(ops_[first]), own = (rows + limits_.threads - 1) / limits_.threads;
+    if (ops_[first].kind != Kind::attention && own >= kOwnRows) {
+      const int64_t blocks = (own + kRowBlock - 1) / kRowBlock;
+      share(thread, rows, (own + blocks - 1) / blocks, [&](int64_t begin, int64_t end) {
+        for (size_t i = first; i < last; i++) timed(ops_[i].seconds, thread, [&] { run_rows(ops_[i], thread, begin, end); });
+      });
+      end_stage(thread);
+    } else {
+      for (size_t i = first; i < last; i++) {
+        bool shared = true;
+        timed(ops_[i].seconds, thread, [&] { shared = run_op(ops_[i], thread); });
+        if (shared) end_stage(thread);
+      }
     }
   }
 }
 
-void Program::run_op(Op& op, int thread) {
-  const Kernels& k = kernels();
+// The whole of an operation, shared out over the threads; false if there was nothing to share.
+bool Program::run_op(const Op& op, int thread) {
   const int64_t rows = rows_of(op);
+  const auto body = [&](int64_t begin, int64_t end) { run_rows(op, thread, begin, end); };
+  switch (op.kind) {
+    case Kind::embed:
+      share(thread, rows, 8, body);
+      break;
+    case Kind::rms_norm:
+    case Kind::quantize:
+      if (rows <= kSmall) {  // each thread for itself: no barrier
+        body(0, rows);
+        return false;
+      }
+      share(thread, rows, 4, body);
+      break;
+    case Kind::linear: {
+      if (rows == 0) return false;
+      Linear a = layer(op, thread, 0, rows);
+      const int64_t units = panels(op), grain = rows <= 64 ? std::max<int64_t>(1, units / (4 * limits_.threads)) : 1;
+      const auto share_of = [this](const Op& l, int t) { return l.packed.data + panels(l) * t / limits_.threads * panel_bytes(l); };
+      share(thread, units, grain, [&](int64_t begin, int64_t end) {
+        a.next = a.weight + end * panel_bytes(op);
+        if (a.next == share_of(op, thread + 1)) a.next = op.next ? share_of(*op.next, thread) : nullptr;
+        kernels().linear(a, begin, end);
+      });
+      break;
+    }
+    case Kind::rope_kv: {
+      const int64_t heads = limits_.q_heads + 2 * limits_.kv_heads;
+      share(thread, num_rows_ * heads, num_rows_ <= kSmall ? 4 : 2 * heads, [&](int64_t begin, int64_t end) { run_rope(op, begin, end); });
+      break;
+    }
+    case Kind::attention:
+      run_attention(op, thread);
+      break;
+  }
+  return true;
+}
+
+// Rows [begin, end) of an operation that computes each row from the same row only.
+void Program::run_rows(const Op& op, int thread, int64_t begin, int64_t end) {
+  const Kernels& k = kernels();
   switch (op.kind) {
     case Kind::embed: {
       const Buffer& out = buffers_[static_cast<size_t>(op.out)];
-      share(thread, rows, 8, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; r++)
-          k.embed(op.packed.format, op.packed.data, op.packed.k, row_tokens_[static_cast<size_t>(r)], op.scale, out.data + r * out.columns);
-      });
+      for (int64_t r = begin; r < end; r++)
+        k.embed(op.packed.format, op.packed.data, op.packed.k, row_tokens_[static_cast<size_t>(r)], op.scale, out.data + r * out.columns);
       break;
     }
     case Kind::rms_norm:
     case Kind::quantize: {
       const Buffer& x = buffers_[static_cast<size_t>(op.x)];
-      const Activations act = view(op.act, rows, thread);
-      const auto body = [&](int64_t begin, int64_t end) {
-        if (op.kind == Kind::quantize) return k.quantize(x.data, x.columns, op.k, begin, end, act);
-        if (!op.selected || num_selected_ == num_rows_) return k.rms_norm(x.data, x.columns, op.k, op.weight, op.eps, begin, end, act);
-        for (int64_t r = begin; r < end; r++) {  // gather: row r of the result is row selected_[r] of x
-          k.rms_norm(x.data + (selected_[static_cast<size_t>(r)] - r) * x.columns, x.columns, op.k, op.weight, op.eps, r, r + 1, act);
-        }
-      };
-      if (rows <= kSmall) return body(0, rows);  // each thread for itself: no barrier
-      share(thread, rows, 4, body);
+      const Activations act = view(op.act, rows_of(op), thread);
+      if (op.kind == Kind::quantize) return k.quantize(x.data, x.columns, op.k, begin, end, act);
+      if (!op.selected || num_selected_ == num_rows_) return k.rms_norm(x.data, x.columns, op.k, op.weight, op.eps, begin, end, act);
+      for (int64_t r = begin; r < end; r++) {  // gather: row r of the result is row selected_[r] of x
+        k.rms_norm(x.data + (selected_[static_cast<size_t>(r)] - r) * x.columns, x.columns, op.k, op.weight, op.eps, r, r + 1, act);
+      }
       break;
     }
     case Kind::linear: {
-      Linear a{};
-      a.format = op.packed.format;
-      a.weight = op.packed.data;
-      a.n = op.packed.n;
-      a.k = round_up(op.packed.k, kGroup);
-      a.rows = rows;
-      a.in = view(op.act, rows, thread);
-      a.epilogue = op.epilogue;
-      a.bias = op.bias;
-      int64_t units = (a.n + kPanel - 1) / kPanel;
-      if (op.epilogue == Epilogue::silu_mul) {
-        a.act_out = view(op.act_out, rows, thread);
-        units /= 2;
-      } else {
-        const Buffer& out = buffers_[static_cast<size_t>(op.out)];
-        a.out = out.data + op.column;
-        a.ld_out = out.columns;
-      }
-      if (rows == 0) return;
-      const int64_t grain = rows <= 64 ? std::max<int64_t>(1, units / (4 * limits_.threads)) : 1;
-      share(thread, units, grain, [&](int64_t begin, int64_t end) { k.linear(a, begin, end); });
+      const Linear a = layer(op, thread, begin, end);
+      k.linear(a, 0, panels(op));
       break;
     }
-    case Kind::rope_kv:
-      run_rope(op, thread);
+    case Kind::rope_kv: {
+      const int64_t heads = limits_.q_heads + 2 * limits_.kv_heads;
+      run_rope(op, begin * heads, end * heads);
       break;
+    }
     case Kind::attention:
-      run_attention(op, thread);
       break;
   }
-  end_stage(thread);
 }
 
-// A stage of its own, not a part of attention's items: reading a key just after it was written, piecemeal, costs more than the barrier.
-void Program::run_rope(const Op& op, int thread) {
-  const Kernels& k = kernels();
-  const int64_t heads = limits_.q_heads + 2 * limits_.kv_heads, grain = num_rows_ <= kSmall ? 4 : 2 * heads;
-  share(thread, num_rows_ * heads, grain, [&](int64_t begin, int64_t end) {
-    while (begin < end) {
-      const AttentionChunk& c = chunks_[static_cast<size_t>(row_chunk_[static_cast<size_t>(begin / heads)])];
-      const int64_t base = c.row * heads, stop = std::min(end, base + (c.stop - c.start) * heads);
-      k.rope_kv(op.rope, c, begin - base, stop - base);
-      begin = stop;
-    }
-  });
+// Rows [begin, end) of a linear layer.
+Linear Program::layer(const Op& op, int thread, int64_t begin, int64_t end) const {
+  const int64_t rows = rows_of(op);
+  Linear a{};
+  a.format = op.packed.format;
+  a.weight = op.packed.data;
+  a.n = op.packed.n;
+  a.k = round_up(op.packed.k, kGroup);
+  a.rows = end - begin;
+  a.in = view(op.act, rows, thread, begin);
+  a.epilogue = op.epilogue;
+  a.bias = op.bias;
+  a.next = op.next ? op.next->packed.data : nullptr;
+  if (op.epilogue == Epilogue::silu_mul) {
+    a.act_out = view(op.act_out, rows, thread, begin);
+  } else {
+    const Buffer& out = buffers_[static_cast<size_t>(op.out)];
+    a.out = out.data + begin * out.columns + op.column;
+    a.ld_out = out.columns;
+  }
+  return a;
+}
+
+// What a linear layer is shared out in: panels, or pairs of them.
+int64_t Program::panels(const Op& op) { return (op.packed.n + kPanel - 1) / kPanel / (op.epilogue == Epilogue::silu_mul ? 2 : 1); }
+
+int64_t Program::panel_bytes(const Op& op) {
+  return static_cast<int64_t>(packed_bytes(op.packed.format, kPanel, op.packed.k)) * (op.epilogue == Epilogue::silu_mul ? 2 : 1);
+}
+
+void Program::run_rope(const Op& op, int64_t begin, int64_t end) {
+  const int64_t heads = limits_.q_heads + 2 * limits_.kv_heads;
+  while (begin < end) {
+    const AttentionChunk& c = chunks_[static_cast<size_t>(row_chunk_[static_cast<size_t>(begin / heads)])];
+    const int64_t base = c.row * heads, stop = std::min(end, base + (c.stop - c.start) * heads);
+    kernels().rope_kv(op.rope, c, begin - base, stop - base);
+    begin = stop;
+  }
 }
 
 void Program::run_attention(const Op& op, int thread) {
@@ -488,7 +558,8 @@ void Program::sample(const int32_t* rows, const int32_t* at, int count, const ui
 
 void Program::profile(bool on) {
   profile_ = on;
-  for (Op& op : ops_) op.seconds = 0, op.calls = 0;
+  waited_ = 0;
+  for (Op& op : ops_) op.seconds = 0;
 }
 
 std::vector<OpTime> Program::times() const {
@@ -496,10 +567,11 @@ std::vector<OpTime> Program::times() const {
   for (const Op& op : ops_) {
     auto same = std::find_if(times.begin(), times.end(), [&](const OpTime& t) { return t.name == op.name; });
     if (same == times.end())
-      times.push_back({op.name, op.seconds, op.calls});
+      times.push_back({op.name, op.seconds});
     else
-      same->seconds += op.seconds, same->calls += op.calls;
+      same->seconds += op.seconds;
   }
+  times.push_back({"wait", waited_});
   return times;
 }
 

@@ -62,8 +62,7 @@ struct RowParams {
 
 struct OpTime {
   std::string name;
-  double seconds;
-  int64_t calls;
+  double seconds;  // of thread 0
 };
 
 class Program {
@@ -119,7 +118,7 @@ class Program {
     RopeKv rope{};
     int layer = 0;
     double seconds = 0;
-    int64_t calls = 0;
+    const Op* next = nullptr;  // the linear layer whose weights are read after this one's
   };
   struct Buffer {
     Memory memory;
@@ -156,12 +155,16 @@ class Program {
 
   Op& add(Kind kind, const std::string& name);
   int64_t rows_of(const Op& op) const { return op.selected ? num_selected_ : num_rows_; }
-  Activations view(int act, int64_t rows, int thread) const;
+  Activations view(int act, int64_t rows, int thread, int64_t from = 0) const;
+  Linear layer(const Op& op, int thread, int64_t begin, int64_t end) const;
+  static int64_t panels(const Op& op);
+  static int64_t panel_bytes(const Op& op);
   KvLayer kv(int layer) const;
   void plan_attention();
   void run(int thread);
-  void run_op(Op& op, int thread);
-  void run_rope(const Op& op, int thread);
+  bool run_op(const Op& op, int thread);
+  void run_rows(const Op& op, int thread, int64_t begin, int64_t end);
+  void run_rope(const Op& op, int64_t begin, int64_t end);
   void run_attention(const Op& op, int thread);
   void attend(const Op& op, const Item& item, const Item* next, int thread);
   bool is_decode(const AttentionChunk& c) const { return c.stop - c.start == 1; }
@@ -169,10 +172,13 @@ class Program {
   template <class F>
   void share(int thread, int64_t units, int64_t grain, F f);
   void end_stage(int thread);
+  template <class F>
+  void timed(double& seconds, int thread, F f);
 
   ProgramLimits limits_;
   Pool pool_;
   std::vector<Op> ops_;
+  std::vector<std::pair<size_t, size_t>> runs_;  // [first, last) of ops_: attention alone, or operations that compute each row from the same row
   std::vector<Buffer> buffers_;
   std::vector<ActBuffer> activations_;
   int logits_ = -1;
@@ -191,6 +197,7 @@ class Program {
   std::unique_ptr<std::atomic<int>[]> pieces_left_;
   std::vector<std::pair<int32_t, int32_t>> copies_;
   bool profile_ = false;
+  double waited_ = 0;  // by thread 0, for the others
 };
 
 }  // namespace headrace

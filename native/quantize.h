@@ -174,33 +174,54 @@ inline __m128i max_quarters(const Group& x) {
   return _mm_max_epu32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
 }
 
-// Four neighbouring groups, as store_quantized does one: a lane each for the divisions and the sums, which is what a single group waits for.
-[[maybe_unused]] inline void store_quantized4(const Group (&x)[4], int8_t* q, float* scale, int32_t* corr, float* sum) {
-  const __m128i m0 = max_quarters(x[0]), m1 = max_quarters(x[1]), m2 = max_quarters(x[2]), m3 = max_quarters(x[3]);
-  const __m128i a = _mm_max_epu32(_mm_unpacklo_epi32(m0, m1), _mm_unpackhi_epi32(m0, m1));
-  const __m128i b = _mm_max_epu32(_mm_unpacklo_epi32(m2, m3), _mm_unpackhi_epi32(m2, m3));
+// Up to four groups, as store_quantized does one: a lane each for the divisions and the sums, which is what a single group waits for. Group j goes
+// q_step * j and step * j elements further.
+template <int n>
+inline void store_quantized_lanes(const Group (&x)[n], int8_t* q, int64_t q_step, float* scale, int32_t* corr, float* sum, int64_t step) {
+  __m128i m[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) m[j] = j < n ? max_quarters(x[j < n ? j : 0]) : m[0];
+  const __m128i a = _mm_max_epu32(_mm_unpacklo_epi32(m[0], m[1]), _mm_unpackhi_epi32(m[0], m[1]));
+  const __m128i b = _mm_max_epu32(_mm_unpacklo_epi32(m[2], m[3]), _mm_unpackhi_epi32(m[2], m[3]));
   const __m128i bits = _mm_max_epu32(_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b));
   const __m128i above = _mm_sub_epi32(bits, _mm_set1_epi32(kTinyBits)), most = _mm_set1_epi32(kInfBits - kTinyBits - 1);
   if (_mm_movemask_epi8(_mm_cmpeq_epi32(_mm_min_epu32(above, most), above)) != 0xffff) {  // a group that is tiny, Inf or NaN
-    for (int j = 0; j < 4; j++) store_quantized(x[j], q + 32 * j, scale + j, corr + j, sum + j);
+    for (int j = 0; j < n; j++) store_quantized(x[j], q + j * q_step, scale + j * step, corr + j * step, sum + j * step);
     return;
   }
   const __m128 absmax = _mm_castsi128_ps(bits), s = _mm_div_ps(absmax, _mm_set1_ps(127.0f));
   alignas(16) float inverse[4];
   _mm_store_ps(inverse, _mm_div_ps(_mm_set1_ps(127.0f), absmax));
   __m128i pairs[4];
-  for (int j = 0; j < 4; j++) {
+#pragma GCC unroll 4
+  for (int j = 0; j < n; j++) {
     const __m256i i = to_int8(x[j], inverse[j]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + 32 * j), i);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + j * q_step), i);
     const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(i, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
     pairs[j] = _mm_add_epi32(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
   }
+#pragma GCC unroll 4
+  for (int j = n; j < 4; j++) pairs[j] = pairs[0];
   const auto low_halves = [](__m128i u, __m128i v) { return _mm_castps_si128(_mm_shuffle_ps(_mm_castsi128_ps(u), _mm_castsi128_ps(v), 0x88)); };
   const __m128i both = _mm_hadd_epi32(low_halves(pairs[0], pairs[1]), low_halves(pairs[2], pairs[3]));
   const __m128i total = _mm_sub_epi32(both, _mm_set1_epi32(32 * 128));
-  _mm_storeu_ps(scale, s);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(corr), _mm_sub_epi32(_mm_setzero_si128(), _mm_slli_epi32(total, 7)));
-  _mm_storeu_ps(sum, _mm_mul_ps(s, _mm_cvtepi32_ps(total)));
+  const __m128i c = _mm_sub_epi32(_mm_setzero_si128(), _mm_slli_epi32(total, 7));
+  const __m128 t = _mm_mul_ps(s, _mm_cvtepi32_ps(total));
+  if (n == 4 && step == 1) {
+    _mm_storeu_ps(scale, s);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(corr), c);
+    _mm_storeu_ps(sum, t);
+    return;
+  }
+  alignas(16) float lanes[3][4];
+  _mm_store_ps(lanes[0], s);
+  _mm_store_si128(reinterpret_cast<__m128i*>(lanes[1]), c);
+  _mm_store_ps(lanes[2], t);
+  for (int j = 0; j < n; j++) {
+    scale[j * step] = lanes[0][j];
+    std::memcpy(corr + j * step, &lanes[1][j], 4);
+    sum[j * step] = lanes[2][j];
+  }
 }
 #endif
 
@@ -213,6 +234,18 @@ inline __m128i max_quarters(const Group& x) {
   if (act.b) store_bf16(x, act.b + row * act.ldb + 32 * group);
 }
 
+// Group `group` of rows [row, row + n).
+template <int n>
+[[maybe_unused]] inline void store_rows(const Activations& act, int64_t row, int64_t group, const Group (&x)[n]) {
+#if HEADRACE_LEVEL >= 1
+  const int64_t at = row * act.ldg + group;
+  if (act.q) store_quantized_lanes(x, act.q + row * act.ldq + 32 * group, act.ldq, act.scale + at, act.corr + at, act.sum + at, act.ldg);
+  for (int j = 0; act.b && j < n; j++) store_bf16(x[j], act.b + (row + j) * act.ldb + 32 * group);
+#else
+  for (int j = 0; j < n; j++) store_group(act, row + j, group, x[j]);
+#endif
+}
+
 // Groups [0, groups) of a row, made by group(g).
 template <typename Make>
 inline void store_groups(const Activations& act, int64_t row, int64_t groups, const Make& group) {
@@ -221,7 +254,7 @@ inline void store_groups(const Activations& act, int64_t row, int64_t groups, co
   for (; act.q && g + 4 <= groups; g += 4) {
     const int64_t at = row * act.ldg + g;
     const Group x[4] = {group(g), group(g + 1), group(g + 2), group(g + 3)};
-    store_quantized4(x, act.q + row * act.ldq + 32 * g, act.scale + at, act.corr + at, act.sum + at);
+    store_quantized_lanes(x, act.q + row * act.ldq + 32 * g, 32, act.scale + at, act.corr + at, act.sum + at, 1);
     for (int j = 0; act.b && j < 4; j++) store_bf16(x[j], act.b + row * act.ldb + 32 * (g + j));
   }
 #endif

@@ -173,7 +173,7 @@ class Bench:
             program.profile(True)
             for _ in range(max(1, repeat // 3)):
                 self.executor.forward(plan)
-            for operation, seconds, _ in program.times():
+            for operation, seconds in program.times():
                 shares.setdefault(operation, []).append(seconds / max(1, repeat // 3))
             program.profile(False)
             limits.append(self.meter.window())

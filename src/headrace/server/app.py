@@ -173,6 +173,7 @@ class Application:
     async def _metrics(self, request: Request) -> Response:
         self.metrics.engine_up = self.worker.ready is not None
         self.metrics.engine_restarts = self.worker.restarts
+        self.metrics.memory = self.worker.memory
         text, content_type = exposition(self.metrics, self.settings.model_names[0], request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type, "x-request-id": request.scope["headrace.request_id"]})
 

@@ -72,6 +72,7 @@ class Metrics:
         self.stats = _idle(0)
         self.engine_up = False
         self.engine_restarts = 0
+        self.memory: list[tuple[str, int]] = []  # the memory ledger: bytes by purpose
 
     def ended(self, endpoint: str, outcome: str) -> None:
         self.requests[endpoint, outcome] += 1
@@ -135,6 +136,10 @@ class Collector:
         yield counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache", m.cached_tokens)
         yield counter("generation_tokens", "Tokens generated", m.generated_tokens)
         yield gauge("engine_up", "1 while an engine with a loaded model runs", int(m.engine_up))
+        memory = GaugeMetricFamily("headrace_memory_planned_bytes", "The memory ledger, by purpose", labels=["model", "purpose"])
+        for purpose, size in m.memory:
+            memory.add_metric([model, purpose], size)
+        yield memory
         yield counter("engine_restarts", "Engine processes started after a crash", m.engine_restarts)
         yield histogram("engine_step_seconds", "Duration of a step", m.step)
         yield histogram("batch_size", "Samples in a step", m.batch)

@@ -124,6 +124,7 @@ class Worker:
         self.settings = settings
         self.ready: Ready | None = None  # None: loading, restarting or gone
         self.limits: Ready | None = None  # what the engine said first; stays through restarts
+        self.memory: list[tuple[str, int]] = []  # the ledger: bytes by purpose
         self.generation = 0
         self.restarts = 0
         self.fatal: HeadraceError | None = None
@@ -270,6 +271,7 @@ class Worker:
                 self._resubmit(entry)
             self._on_ready(message)
         elif isinstance(message, Planned):
+            self.memory = [(purpose.lower().replace(" ", "_"), size) for purpose, size, _ in message.rows]
             if self.limits is None:
                 self._on_planned(message)
         elif isinstance(message, Fatal):
