@@ -227,7 +227,7 @@ class LinearBench {
   // pool does: each begins with its own half of its range and then takes what is left, so a thread the system interrupts does not hold up the rest.
   double run(double seconds) {
     const int64_t units = (a_.n + kPanel - 1) / kPanel / (a_.epilogue == Epilogue::silu_mul ? 2 : 1);
-    const int64_t grain = std::max<int64_t>(1, units / (threads_ * 4)), unit_bytes = layer_bytes_ / units;
+    const int64_t unit_bytes = static_cast<int64_t>(layer_bytes_) / units;
     Barrier barrier(threads_);
     std::vector<Share> shares(threads_);
     std::atomic<bool> more{true};
@@ -244,9 +244,9 @@ class LinearBench {
           const auto take = [&](int owner) {
             const int64_t begin = units * owner / threads_, end = units * (owner + 1) / threads_;
             for (;;) {
-              const int64_t first = begin + shares[owner].taken[turn].fetch_add(grain, std::memory_order_relaxed);
+              const int64_t first = begin + shares[owner].taken[turn].fetch_add(1, std::memory_order_relaxed);
               if (first >= end) return;
-              const int64_t last = std::min(first + grain, end);
+              const int64_t last = first + 1;
               a.next = a.weight + last * unit_bytes;
               if (last == units * (t + 1) / threads_)
                 a.next = weights_.data() + (layer + 1) % layers_ * layer_bytes_ + units * t / threads_ * unit_bytes;

@@ -262,8 +262,6 @@ void tile(const TileArgs& t) {
 
 #if HEADRACE_LEVEL >= 1
 
-// Panels that stay in L2 (1 MiB, a quarter of it for two chunks) while all the tiles of rows pass over them.
-constexpr int64_t kChunkBytes = 128 * 1024;
 // Part `i` of `count` into `parts` near-equal ones: its first element.
 inline int64_t part(int64_t count, int64_t parts, int64_t i) { return count / parts * i + (i < count % parts ? i : count % parts); }
 
@@ -299,38 +297,34 @@ inline void want_pair(const Activations& act, int64_t row, int rows, int64_t pai
   }
 }
 
-// Chunks of panels; over each chunk the tiles of rows, near-equal in height. Each tile asks for its share of the next chunk, which after the last
-// one is where a.next begins. One row computes so little that the hardware's own prefetching keeps up, and is better left alone (31 -> 28 GB/s).
-// Over cold weights of K = 576 and 2048: 8 rows 1.6 times as fast, 16 rows 1.4, 32 rows 1.1.
+// Over each panel (or pair) the tiles of rows, near-equal in height; each tile asks for its share of the panel that follows, which after the last one
+// is a.next. One row computes so little that the hardware's own prefetching keeps up, and is better left alone (31 -> 28 GB/s). Over cold weights of
+// K = 576 and 2048: 8 rows 1.6 times as fast, 16 rows 1.4, 32 rows 1.1.
 template <Format format>
 void run(const Linear& a, int64_t begin, int64_t end) {
   static const Tile* const tables[] = {heights<format, 0>(), heights<format, 1>(), heights<format, 2>(), heights<format, kManyLines>()};
   const bool pairs = a.epilogue == Epilogue::silu_mul;
   constexpr int64_t lines = static_cast<int64_t>(group_bytes(format)) / 64;
-  const int64_t panel = a.k / kGroup * lines * 64, unit = pairs ? 2 * panel : panel;
-  const int64_t tiles = (a.rows + kTileRows - 1) / kTileRows, most = tiles > 1 && kChunkBytes / unit > 1 ? kChunkBytes / unit : 1;
+  const int64_t panel = a.k / kGroup * lines * 64, unit = pairs ? 2 * panel : panel, tiles = (a.rows + kTileRows - 1) / kTileRows;
   alignas(64) float out[2][kTileRows * kPanel];
-  for (int64_t first = begin; first < end; first += most) {
-    const int64_t last = end - first < most ? end : first + most;
-    const uint8_t *const chunk = a.weight + first * unit, *const next = last < end ? a.weight + last * unit : a.next;
+  const uint8_t* at = a.weight + begin * unit;
+  for (int64_t p = begin; p < end; p++, at += unit) {
+    const uint8_t* const next = p + 1 < end ? at + unit : a.next;
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t row = part(a.rows, tiles, t), from = part(lines, tiles, t), count = part(lines, tiles, t + 1) - from;
       const int rows = static_cast<int>(part(a.rows, tiles, t + 1) - row);
-      const int64_t ahead = next - chunk + from * 64;
+      const int64_t ahead = next - at + from * 64;
       const Tile tile_of = tables[!next || a.rows == 1 ? 0 : count < kManyLines ? count : kManyLines][rows - 1];
-      const auto multiply = [&](const uint8_t* at, float* to) { tile_of({a, at, row, to, ahead, ahead + count * 64}); };
-      const uint8_t* at = chunk;
-      for (int64_t p = first; p < last; p++, at += unit) {
-        if (pairs) {
-          want_pair(a.act_out, row, rows, p);
-          multiply(at, out[0]);
-          multiply(at + panel, out[1]);
-          finish_pair(a, row, rows, p, out[0], out[1]);
-        } else {
-          want_tile(a, row, rows, p);
-          multiply(at, out[0]);
-          finish_tile(a, row, rows, p, out[0]);
-        }
+      const auto multiply = [&](const uint8_t* weights, float* to) { tile_of({a, weights, row, to, ahead, ahead + count * 64}); };
+      if (pairs) {
+        want_pair(a.act_out, row, rows, p);
+        multiply(at, out[0]);
+        multiply(at + panel, out[1]);
+        finish_pair(a, row, rows, p, out[0], out[1]);
+      } else {
+        want_tile(a, row, rows, p);
+        multiply(at, out[0]);
+        finish_tile(a, row, rows, p, out[0]);
       }
     }
   }

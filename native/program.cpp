@@ -366,9 +366,9 @@ bool Program::run_op(const Op& op, int thread) {
     case Kind::linear: {
       if (rows == 0) return false;
       Linear a = layer(op, thread, 0, rows);
-      const int64_t units = panels(op), grain = rows <= 64 ? std::max<int64_t>(1, units / (4 * limits_.threads)) : 1;
+      const int64_t units = panels(op);
       const auto share_of = [this](const Op& l, int t) { return l.packed.data + panels(l) * t / limits_.threads * panel_bytes(l); };
-      share(thread, units, grain, [&](int64_t begin, int64_t end) {
+      share(thread, units, 1, [&](int64_t begin, int64_t end) {
         a.next = a.weight + end * panel_bytes(op);
         if (a.next == share_of(op, thread + 1)) a.next = op.next ? share_of(*op.next, thread) : nullptr;
         kernels().linear(a, begin, end);
