@@ -110,9 +110,8 @@ def main() -> None:
         return
     mib = 1 << 20
     print("ledger  " + ", ".join(f"{name} {size / mib:.0f} MiB" for name, size in plan.items()))
-    print(
-        f"peak    {peak.total / mib:.0f} MiB PSS ({' + '.join(f'{part / mib:.0f}' for part in peak.parts)}), {found['of_planned']:.1%} of the ledger"
-    )
+    parts = " + ".join(f"{part / mib:.0f}" for part in peak.parts)
+    print(f"peak    {peak.total / mib:.0f} MiB PSS ({parts}), {found['of_planned']:.1%} of the ledger")
     print("blocks at the end  " + ", ".join(f"{state} {count:.0f}" for state, count in blocks.items()))
 
 

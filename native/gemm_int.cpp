@@ -280,11 +280,7 @@ const Tile* heights() {
 // A tile's place in the output is far from the last one's: ask for it before it is needed, else the stores wait on one another. 2 % at K = 2048.
 inline void want_to_write(const void* p) { __asm__ volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
 inline void want_tile(const Linear& a, int64_t row, int rows, int64_t panel) {
-  for (int r = 0; r < rows; r++) {
-    const float* out = a.out + (row + r) * a.ld_out + panel * kPanel;
-    want_to_write(out);
-    want_to_write(out + 16);
-  }
+  for (int r = 0; r < 2 * rows; r++) want_to_write(a.out + (row + r / 2) * a.ld_out + panel * kPanel + r % 2 * 16);
 }
 inline void want_pair(const Activations& act, int64_t row, int rows, int64_t pair) {
   if (!act.q) return;

@@ -30,6 +30,9 @@ class Memory {
   size_t bytes_;
 };
 
+constexpr int64_t kSmall = 4;  // up to this many rows every thread norms and quantizes for itself: cheaper than a barrier
+constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
 struct Weight {
   Format format;
   const uint8_t* data;

@@ -250,7 +250,7 @@ def random_config(rng: random.Random, block_tokens: int) -> EngineConfig:
         max_batch_size=rng.choice([1, 2, 4, 8, 8]),
         max_batch_tokens=rng.choice([1, 3, 8, 16, 64]),
         step_target_s=rng.choice([0.0, 0.003, 0.01]),
-        policy=rng.choice(["fcfs", "fcfs", "priority", "fair"]),
+        policy=rng.choice(["fcfs", "shortest", "priority", "fair"]),
         batching="static" if rng.random() < 0.15 else "continuous",
         kv_reservation="full" if full else "paged",
         prefix_cache=rng.random() < 0.8,

@@ -52,7 +52,6 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 MAX_LINES = 400
 LONGER: dict[str, str] = {  # path below the root -> why it is longer
     "native/attention_tile.h": "one tile's arithmetic at every level, side by side: the order of operations is what makes them agree",
-    "native/program.cpp": "a program is recorded, its buffers laid out and its step run by one class; its phases are read side by side",
     "tests/test_attention.py": "the sweep of shapes, windows and levels shares one set of generators",
     "tests/test_scheduler.py": "the contracts of one class, each a few lines on the same made-up engine",
 }

@@ -24,7 +24,7 @@ class Driver:
     """A scheduler, a clock that a step moves by one second, and what came out, by request."""
 
     def __init__(self, **fields: object) -> None:
-        config = {"context_length": 256, "num_blocks": 64, "step_target_s": 0.0, **fields}
+        config = {"context_length": 256, "num_blocks": 64, "step_target_s": 0.0, "policy": "fcfs", **fields}
         self.clock = VirtualClock(1.0)
         self.scheduler = Scheduler(EngineConfig(**config), self.clock, END_TOKENS, block_tokens=4)  # type: ignore[arg-type]
         self.rows: dict[int, tuple[int, int]] = {}  # row -> request, sample
@@ -540,6 +540,37 @@ def test_malformed_commands_are_refused() -> None:
 
 
 # Other policies
+
+
+def test_a_short_prompt_passes_a_long_one_that_came_just_before() -> None:
+    it = Driver(max_batch_tokens=8, policy="shortest")
+    it.add(submit(1, LONG))
+    assert it.step() == {A: (0, 8)}
+    it.add(submit(2, [1] * 6))  # 8 computed and 6 to come: before the 30 of the first
+    assert it.step() == {B: (0, 6), A: (8, 10)}
+    assert it.step() == {B: (6, 7), A: (10, 17)}
+    assert it.finish() < 8
+
+
+def test_who_waits_under_shortest_falls_behind_by_its_own_length_at_most() -> None:
+    """Short prompts that keep coming, a step's budget each, and a long one: it waits until as many tokens as it has were computed."""
+    it = Driver(max_batch_tokens=8, policy="shortest", num_blocks=512)
+    it.add(submit(1, LONG, max_tokens=1))
+    waited = 0
+    for request_id in range(2, 50):
+        it.add(submit(request_id, [request_id] * 8, max_tokens=1))
+        if A in it.step():
+            break
+        waited += 8
+    assert len(LONG) - 2 * 8 <= waited <= len(LONG)
+    it.finish()
+
+
+def test_a_preempted_sample_under_shortest_comes_back() -> None:
+    it = Driver(policy="shortest", num_blocks=12, max_batch_tokens=16)
+    it.add(submit(1, LONG, 12, ignore_eos=True), submit(2, [2] * 4, 12, ignore_eos=True), submit(3, [3] * 4, 12, ignore_eos=True))
+    it.finish()
+    assert it.ended == {A: "length", B: "length", C: "length"}
 
 
 def test_fair_serves_the_tenant_that_was_served_least() -> None:

@@ -10,7 +10,7 @@ from headrace.errors import UsageError
 BLOCK_TOKENS = 32  # tokens a KV block holds; the kernels are built for it
 
 Level = Literal["auto", "bf16", "int8", "int4"]
-Policy = Literal["fcfs", "priority", "fair"]
+Policy = Literal["fcfs", "shortest", "priority", "fair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class EngineConfig:
     num_blocks: int  # KV blocks in the pool
     max_batch_size: int = 256  # samples in a step
     max_batch_tokens: int = 512  # tokens in a step, at most
-    step_target_s: float = 0.100  # a chunk is cut so that a step takes about this long; 0: no time budget
-    policy: Policy = "fcfs"
+    step_target_s: float = 0.200  # a chunk is cut so that a step takes about this long; 0: no time budget
+    policy: Policy = "shortest"
     batching: Literal["continuous", "static"] = "continuous"
     kv_reservation: Literal["paged", "full"] = "paged"
     prefix_cache: bool = True

@@ -32,6 +32,7 @@ class LevelName(StrEnum):
 
 class PolicyName(StrEnum):
     FCFS = "fcfs"
+    SHORTEST = "shortest"
     PRIORITY = "priority"
     FAIR = "fair"
 
@@ -88,8 +89,11 @@ def serve(
     max_batch_size: BatchSize = 256,
     max_batch_tokens: BatchTokens = 512,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests in the queue; more are refused with 429.")] = 1024,
-    step_target: Annotated[float, typer.Option(min=0, max=3600, help="Seconds a step should take at most; cuts prompts.")] = 0.1,
-    policy: Annotated[PolicyName, typer.Option(help="Who is served first.")] = PolicyName.FCFS,
+    step_target: Annotated[float, typer.Option(min=0, max=3600, help="Seconds a step should take at most; cuts prompts.")] = 0.2,
+    policy: Annotated[
+        PolicyName,
+        typer.Option(help="Who is served first; shortest: a short prompt passes a long one that came just before."),
+    ] = PolicyName.SHORTEST,
     batching: Annotated[BatchingName, typer.Option(help="static: a batch runs to its end; to compare with.")] = BatchingName.CONTINUOUS,
     kv_reservation: Annotated[
         ReservationName, typer.Option(help="full: a whole context reserved for each sample; to compare with.")

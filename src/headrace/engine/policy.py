@@ -1,6 +1,8 @@
 """Who goes first: the order of running samples, and the queues of waiting ones.
 
 fcfs       by arrival
+shortest   by arrival, as if each request had come later by as many computed tokens as its prompt has: a short prompt passes a long one that
+           came just before, and who waits falls behind by no more than its own length
 priority   by priority, lower first, then by arrival
 fair       of the tenants that wait the one that was served least; its requests by arrival. Once admitted, a request keeps its place (the
            order of admission): a place that moved with every token would let two large requests preempt each other for ever

@@ -58,6 +58,7 @@ class Scheduler:
         self._blocked = False  # the next waiting sample lacked blocks, and none was let go since
         self._requests: dict[int, Request] = {}
         self._num_arrived = self._num_admitted = 0  # requests, ever
+        self._num_computed = 0  # tokens, ever
 
     @property
     def is_idle(self) -> bool:
@@ -85,8 +86,10 @@ class Scheduler:
             self._num_arrived += 1
             self._requests[request.id] = request
             request.num_open = len(alive)
+            policy = self.config.policy
+            place = (submit.priority if policy == "priority" else 0, self._num_computed + request.num_prompt if policy == "shortest" else 0)
             for sample in alive:
-                sample.order = (submit.priority if self.config.policy == "priority" else 0, self._num_arrived, sample.index)
+                sample.order = (*place, self._num_arrived, sample.index)
             if self._queues.fair is not None:
                 request.account = self._queues.fair.open(submit.tenant)
             request.parked = alive[1:]
@@ -122,21 +125,20 @@ class Scheduler:
         # Every decoding sample gets its token; what is left of the step is for prompts.
         extra = min(self.config.max_batch_tokens, max(self.budget.tokens, decoding + MIN_CHUNK)) - decoding
         preemptions = tally.preemptions
+        catching_up: list[Sample] = []
         at = 0
         while at < len(running):  # it gets shorter at its end
             sample = running[at]
             at += 1
             if sample.prefilling:
-                if extra > 0:
-                    extra -= self._prefill(sample, extra, plan)
+                catching_up.append(sample)
                 continue
             start = sample.num_computed
             if start == sample.capacity and not self._grow(sample, plan):
                 break
             scheduled.append(sample)
             chunks.append(Chunk(sample.row, start, start + 1, start, True))
-        if not self._blocked and tally.preemptions == preemptions:
-            self._admit_waiting(plan, extra)
+        self._fill(plan, catching_up, extra, admitting=tally.preemptions == preemptions)
         if not chunks and self._requests:
             raise RuntimeError(f"[Scheduler.schedule] nothing to compute, but {len(self._requests)} requests are open")
         return plan
@@ -178,6 +180,7 @@ class Scheduler:
                 self._end(sample, now)
         if self._sources:
             self._release_sources()
+        self._num_computed += num_tokens
         self.tally.steps += 1
         seconds = now - self.step_started
         self.budget.observe(num_tokens, seconds)
@@ -258,23 +261,28 @@ class Scheduler:
         self._queues.resuming.push(sample)
         self.tally.preemptions += 1
 
-    def _admit_waiting(self, plan: Plan, extra: int) -> None:
-        """Let waiting samples in, strictly in policy order, while there are rows, blocks and budget."""
+    def _fill(self, plan: Plan, prefilling: list[Sample], extra: int, admitting: bool) -> None:
+        """Share `extra` tokens out in policy order: to samples that catch up, and to waiting ones while there are rows and blocks."""
         forming = self._static and not self._rows.running and not len(self._queues.resuming)
         members = 0  # samples of the batch that is formed, with those that come later
-        while len(self._rows.running) < self._rows.limit and (extra > 0 or forming):
-            sample = self._queues.next(with_fresh=forming or not self._static)
+        at = 0
+        while extra > 0 or forming:
+            sample = prefilling[at] if at < len(prefilling) else None
+            if admitting and not self._blocked and len(self._rows.running) < self._rows.limit:
+                waiting = self._queues.next(with_fresh=forming or not self._static)
+                if waiting is not None and (sample is None or waiting.order < sample.order):
+                    if forming:
+                        members += waiting.request.num_open
+                        if members > self._rows.limit and self._rows.running:
+                            return
+                    self._blocked = not self._admit(waiting, plan)
+                    if not self._blocked and extra > 0:
+                        extra -= self._prefill(waiting, extra, plan)
+                    continue
             if sample is None:
                 return
-            if forming:
-                members += sample.request.num_open
-                if members > self._rows.limit and self._rows.running:
-                    return
-            if not self._admit(sample, plan):
-                self._blocked = True
-                return
-            if extra > 0:
-                extra -= self._prefill(sample, extra, plan)
+            extra -= self._prefill(sample, extra, plan)
+            at += 1
 
     def _admit(self, sample: Sample, plan: Plan) -> bool:
         """Give a waiting sample a row, and blocks for all its tokens. False, and nothing changed, if there are too few."""
@@ -315,7 +323,7 @@ class Scheduler:
         self._num_admitted += 1
         if self._queues.fair is not None:
             for sample in request.samples:
-                sample.order = (0, self._num_admitted, sample.index)
+                sample.order = (0, 0, self._num_admitted, sample.index)
         if not self._sharing.enabled:
             self._unpark(request)
 
