@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
 
 from headrace.engine.plan import Plan
 from headrace.executors.simulated import VirtualClock
@@ -27,6 +28,10 @@ class ScriptedExecutor:
     def sample(self, plan: Plan, masks: dict[int, bytes] | None = None) -> tuple[list[int], list[TokenLogprob | None]]:
         count = sum(chunk.samples for chunk in plan.chunks)
         return [self._tokens.pop(0) if len(self._tokens) > 1 else self._tokens[0] for _ in range(count)], []
+
+
+settings.register_profile("headrace", deadline=None)  # a machine that pauses is no failure: time is for benchmarks
+settings.load_profile("headrace")
 
 
 @pytest.fixture

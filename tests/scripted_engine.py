@@ -87,6 +87,10 @@ class ScriptedEngine:
 
     def apply(self, command: Submit | Abort) -> StepEvents | None:
         if isinstance(command, Abort):
+            if command.sample >= 0:
+                if command.request_id in self.running:
+                    self.running[command.request_id][2][command.sample] = -1
+                return self._events(finished=[(command.request_id, command.sample, "abort")])
             self.waiting = [submit for submit in self.waiting if submit.request_id != command.request_id]
             if self.running.pop(command.request_id, None) is None:
                 return self._events()
@@ -181,6 +185,7 @@ def serve(arguments: list[str]) -> int:
     import uvloop
 
     from headrace.server.app import Application, ServerSettings
+    from headrace.server.auth import read_keys
     from headrace.server.listen import bind
     from headrace.server.run import Runner, quiet_libraries
     from headrace.server.worker import Worker
@@ -197,6 +202,8 @@ def serve(arguments: list[str]) -> int:
     parser.add_argument("--shutdown-timeout", type=float, default=10.0)
     parser.add_argument("--watchdog-s", type=float, default=60.0)
     parser.add_argument("--log-level", default="WARNING")
+    parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--allowed-host", action="append", default=[])
     parser.add_argument("--profile", default="")
     options = parser.parse_args(arguments)
     quiet_libraries(options.log_level)
@@ -210,7 +217,10 @@ def serve(arguments: list[str]) -> int:
 
     async def main() -> int:
         worker = Worker(settings, command=(sys.executable, THIS_FILE), watchdog_s=options.watchdog_s)
-        app = Application(ServerSettings(("scripted",), max_body_bytes=1 << 20), worker)
+        keys = read_keys(options.api_key, None, None)
+        app = Application(
+            ServerSettings(("scripted",), max_body_bytes=1 << 20, keys=keys, allowed_hosts=frozenset(options.allowed_host)), worker
+        )
         runner = Runner(app, sock, ByteTokenizer, shutdown_timeout_s=options.shutdown_timeout)
         print(sock.getsockname()[1], flush=True)
         code = await runner.run()

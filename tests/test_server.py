@@ -146,6 +146,20 @@ def test_the_engine_stops_at_a_stop_string(server: ServerProcess) -> None:
     assert server.metric("generation_tokens_total") - before < 20
 
 
+def test_the_engine_stops_the_one_sample_that_a_stop_string_ends(server: ServerProcess) -> None:
+    """Samples 0 and 1 begin at the letters 1 and 4: one comes to "e" after 4 tokens, the other at once, and to "d" after 29."""
+    text = "abcdefghijklmnopqrstuvwxyzABCD"
+    whole = server.complete(text, stop=["e"], n=2, seed=0, temperature=1.0, ignore_eos=True, max_tokens=1900)
+    assert [choice["text"] for choice in whole["choices"]] == ["bcd", ""]
+    before = server.metric("batch_size_sum")
+    whole = server.complete(text, stop=["d", "e"], n=2, seed=0, temperature=1.0, ignore_eos=True, max_tokens=1900)
+    assert [choice["text"] for choice in whole["choices"]] == ["bc", ""]
+    whole = server.complete(text, stop=["d"], n=2, seed=0, temperature=1.0, ignore_eos=True, max_tokens=1900)
+    assert [choice["text"] for choice in whole["choices"]] == ["bc", text[4:] + "abc"]
+    wait_for(lambda: server.metric("kv_blocks", state="held") == 0)
+    assert server.metric("batch_size_sum") - before < 3 + 1 + 3 + 30 + 4 * 3  # a step or two are under way when the engine hears of it
+
+
 def test_characters_are_never_cut(server: ServerProcess) -> None:
     text = "naïve 日本 👩‍👩‍👧 ends"
     events = server.stream(COMPLETIONS, {"prompt": text, "temperature": 0, "max_tokens": 500})

@@ -83,8 +83,10 @@ def test_leaving_frees_a_queued_request(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("server", [("--step-ms", "2", "--max-batch-size", "4", "--max-waiting", "3")], indirect=True)
 def test_a_full_queue_refuses(server: ServerProcess) -> None:
-    socks = [send(server, LONG) for _ in range(4)]
-    wait_for(lambda: server.metric("requests_running") == 4)
+    socks = []
+    for running in range(1, 5):  # one by one: four between two steps would be one too many for the queue
+        socks.append(send(server, LONG))
+        wait_for(lambda running=running: server.metric("requests_running") == running)  # type: ignore[misc]
     socks += [send(server, LONG) for _ in range(3)]
     wait_for(lambda: server.metric("requests_waiting") == 3)
     status, headers, body = server.exchange("POST", COMPLETIONS, LONG | {"stream": True})

@@ -53,9 +53,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End a request now, whatever its state. Unknown ids are ignored: it may have just finished."""
+    """End a request now, or one sample of it, whatever its state. Unknown ids are ignored: it may have just finished."""
 
     request_id: int
+    sample: int = -1  # all
 
 
 Command = Submit | Abort

@@ -100,6 +100,15 @@ def serve(
     ] = ReservationName.PAGED,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Share no computed prompt between requests.")] = False,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name(s) clients use. Default: the file's name.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="NAME=KEY that clients must send; several may be given. Other users see it: rather use a file.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with a NAME=KEY a line. Also from HEADRACE_API_KEYS, with commas between.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Further name in the Host header; on a loopback address others are refused.")
+    ] = None,
     max_body_size: Annotated[str, typer.Option(help="Largest request body.")] = "4MiB",
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds running requests get after SIGTERM.")] = 10.0,
     log_level: Annotated[LogLevel, typer.Option(help="What is logged; info: a line a request.")] = LogLevel.INFO,
@@ -123,6 +132,9 @@ def serve(
         max_body=max_body_size,
         shutdown_timeout_s=shutdown_timeout,
         log_level=log_level.value.upper(),
+        api_keys=tuple(api_key or ()),
+        api_key_file=api_key_file,
+        allowed_hosts=tuple(allowed_host or ()),
         engine=EngineSettings(
             model="",
             level=level.value,

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from headrace.server.codec import TextCodec
 
 
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What the command line said. `engine.model` is filled in from `reference`."""
@@ -32,6 +35,9 @@ class ServeOptions:
     shutdown_timeout_s: float
     log_level: str
     engine: EngineSettings
+    api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()
 
 
 def engine_settings(settings: EngineSettings, reference: str | None) -> EngineSettings:
@@ -73,7 +79,10 @@ def run_server(options: ServeOptions) -> int:
     """Serve until stopped. Returns the exit code; raises HeadraceError for what a person can change."""
     started = time.monotonic()
     max_body = parse_size(options.max_body)
-    from headrace.server.listen import bind  # small imports first: the port, then the engine, then everything else
+    from headrace.server.auth import ENVIRONMENT, read_keys
+
+    keys = read_keys(options.api_keys, options.api_key_file, os.environ.pop(ENVIRONMENT, None))  # the engine process need not have them
+    from headrace.server.listen import bind, is_loopback  # small imports first: the port, then the engine, then everything else
 
     settings = engine_settings(options.engine, options.reference)
     sock = bind(options.host, options.port)
@@ -89,6 +98,9 @@ def run_server(options: ServeOptions) -> int:
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{sock.getsockname()[1]}"
     say(f"headrace {__version__}: loading {names[0]}, listening on {url}")
+    local = is_loopback(sock)
+    if not len(keys) and not local:
+        say(f"warning: anybody who reaches {host} can use this server: there is no API key (--api-key-file)")
     worker = Worker(settings, on_planned=planned)
     worker.spawn()
 
@@ -100,7 +112,12 @@ def run_server(options: ServeOptions) -> int:
     quiet_libraries(options.log_level)
 
     async def main() -> int:
-        app = Application(ServerSettings(names, max_body_bytes=max_body, has_priorities=settings.policy == "priority"), worker)
+        hosts = (
+            frozenset(name.lower() for name in (*LOOPBACK_NAMES, host, *options.allowed_hosts))
+            if local
+            else frozenset(options.allowed_hosts)
+        )
+        app = Application(ServerSettings(names, max_body, settings.policy == "priority", keys, hosts), worker)
 
         def ready() -> None:
             engine: Ready | None = worker.ready

@@ -61,7 +61,7 @@ class Engine:
         if self._record is not None:
             self._record(command)
         if not isinstance(command, Submit):
-            return self.scheduler.abort(command.request_id)
+            return self.scheduler.abort(command.request_id, command.sample)
         try:
             return self.scheduler.add(command)
         except RequestError as error:

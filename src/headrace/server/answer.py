@@ -47,12 +47,13 @@ class Work:
     stream: bool
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""  # the name of the caller's key
 
 
 class Sample(OpenSample):
-    """One sample's text. `finish`: how it ended for the client, which a stop string decides before the engine does."""
+    """One sample's text."""
 
-    __slots__ = ("detokenizer", "fed", "finish", "head", "index", "last_at", "logprob_writer", "seen", "tail", "text")
+    __slots__ = ("detokenizer", "fed", "head", "index", "last_at", "logprob_writer", "seen", "tail", "text")
 
     def __init__(self, index: int, detokenizer: Detokenizer, logprob_writer: LogprobWriter | None) -> None:
         super().__init__()
@@ -62,7 +63,6 @@ class Sample(OpenSample):
         self.fed = 0  # tokens given to the detokenizer, and told as log-probabilities
         self.seen = 0  # tokens counted
         self.last_at = 0.0
-        self.finish: str | None = None
         self.text: list[str] = []  # whole answers only
         self.head = self.tail = b""
 
@@ -228,6 +228,7 @@ class Answer:
                     num_samples=work.num_samples,
                     priority=work.priority,
                     cache_salt=work.cache_salt,
+                    tenant=work.tenant,
                 )
 
             part.request_id = self._worker.submit(make, part)

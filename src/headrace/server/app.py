@@ -9,11 +9,12 @@ import re
 import time
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,11 +29,13 @@ from headrace.errors import (
 from headrace.request import StepEvents
 from headrace.server import protocol
 from headrace.server.answer import Answer
+from headrace.server.auth import Guarded, Keys, WrongHost, check_host, refuse
 from headrace.server.codec import TextCodec
 from headrace.server.formats import encode, error_body
-from headrace.server.generation import INLINE_CHARS, Generate, unknown_model
+from headrace.server.generation import INLINE_CHARS, Disconnected, Generate, unknown_model
 from headrace.server.messages import Ready
 from headrace.server.metrics import Metrics, exposition
+from headrace.server.tokens import Tokens
 from headrace.server.worker import Worker
 
 log = logging.getLogger("headrace.http")
@@ -49,6 +52,8 @@ class ServerSettings:
     model_names: tuple[str, ...]  # the first is the one shown
     max_body_bytes: int = 4 << 20
     has_priorities: bool = False
+    keys: Keys = field(default_factory=lambda: Keys({}))  # none: every caller is let in
+    allowed_hosts: frozenset[str] = frozenset()  # of the Host header; none: all
 
 
 class Application:
@@ -68,17 +73,30 @@ class Application:
         worker.listen(on_ready=self._on_ready, on_fatal=self._on_fatal, on_events=self._on_events)
         self._texts = ThreadPoolExecutor(2, "headrace-text")
         self._pending_texts = 0
+        tokens = Tokens(self)
+        guard = [Middleware(Guarded, settings.keys)] if len(settings.keys) else []
+
+        def route(path: str, endpoint: Any, method: str, *, open_to_all: bool = False) -> Route:
+            return Route(path, endpoint, methods=[method], middleware=[] if open_to_all else guard)
+
         self._router = Starlette(
             routes=[
-                Route("/v1/chat/completions", Generate(self, "chat"), methods=["POST"]),
-                Route("/v1/completions", Generate(self, "completions"), methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
-                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-                Route("/health", self._health, methods=["GET"]),
-                Route("/ready", self._ready, methods=["GET"]),
-                Route("/metrics", self._metrics, methods=["GET"]),
+                route("/v1/chat/completions", Generate(self, "chat"), "POST"),
+                route("/v1/completions", Generate(self, "completions"), "POST"),
+                route("/v1/models", self._models, "GET"),
+                route("/v1/models/{name:path}", self._model, "GET"),
+                route("/tokenize", tokens.tokenize, "POST"),
+                route("/detokenize", tokens.detokenize, "POST"),
+                route("/metrics", self._metrics, "GET"),
+                route("/health", self._health, "GET", open_to_all=True),
+                route("/ready", self._ready, "GET", open_to_all=True),
             ],
-            exception_handlers={HTTPException: _http_error, RequestError: _request_error, Exception: _internal_error},
+            exception_handlers={
+                HTTPException: _http_error,
+                RequestError: _request_error,
+                Disconnected: _nobody_there,
+                Exception: _internal_error,
+            },
         )
         # A path with a slash too many is unknown, as everywhere: a redirect would lose a POST's body.
         self._router.router.redirect_slashes = False
@@ -88,6 +106,11 @@ class Application:
             scope["headrace.arrived"] = time.monotonic()
             scope["headrace.send"] = send
             scope["headrace.request_id"] = _request_id(scope)
+            try:
+                check_host(scope["headers"], self.settings.allowed_hosts)
+            except WrongHost as error:
+                await refuse(scope, send, error)
+                return
         await self._router(scope, receive, send)
 
     # What the worker tells
@@ -207,6 +230,10 @@ async def _request_error(request: Request, error: Exception) -> Response:
     return _error(request, refusal.status, error_body(refusal))
 
 
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # the client has left: nobody reads it
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     """404, 405 and whatever else the router says, in the form of all errors."""
     status = error.status_code if isinstance(error, HTTPException) else 500
@@ -214,7 +241,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     refusal = RequestError(
         f"{request.method} {request.url.path[:100]}: {text}", code={404: "not_found", 405: "method_not_allowed"}.get(status)
     )
-    headers = {name: value for name, value in (getattr(error, "headers", None) or {}).items() if name.lower() == "allow"}
+    allowed = [value for name, value in (getattr(error, "headers", None) or {}).items() if name.lower() == "allow"]
+    headers = {"allow": ", ".join(sorted(allowed[0].split(", ")))} if allowed else {}
     return _error(request, status, error_body(refusal), headers)
 
 

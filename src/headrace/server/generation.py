@@ -86,7 +86,7 @@ class Generate:
     async def _prepare(self, scope: Scope, receive: Any, wire: Wire, request_id: str) -> Answer:
         app = self._app
         limits = app.limits
-        body = await _read_body(scope, receive, app.settings.max_body_bytes)
+        body = await read_body(scope, receive, app.settings.max_body_bytes)
         limits = app.limits  # again: the body may have taken its time
         codec = app.codec
         if codec is None:
@@ -95,7 +95,7 @@ class Generate:
         if self._endpoint == "chat":
             request = chat = protocol.parse_chat(body)
             asked, logprobs = chat.max_completion_tokens or chat.max_tokens, (chat.top_logprobs or 0) if chat.logprobs else -1
-            messages = protocol.chat_messages(chat)
+            messages = protocol.message_rows(chat.messages)
             texts = [message["content"] for message in messages]
             self._check_model(request)
             chars = _check_texts(codec, texts, request, limits)
@@ -114,7 +114,8 @@ class Generate:
             prompts = [ids[-request.truncate_prompt_tokens :] for ids in prompts]
         max_tokens = _max_tokens(prompts, asked, limits.context_length)
         stream = bool(request.stream)
-        salt = request.cache_salt or ""
+        tenant: str = scope.get("headrace.tenant", "")
+        salt = f"{tenant}\n{request.cache_salt or ''}"  # one key's prompts are nobody else's to time
         if request.cache_prompt is False:
             salt = f"{salt}/{random.getrandbits(64):x}"  # shares blocks with nobody
         work = Work(
@@ -128,6 +129,7 @@ class Generate:
             stream=stream,
             priority=request.priority or 0,
             cache_salt=salt,
+            tenant=tenant,
         )
         options = request.stream_options
         kind: type[Format] = ChatFormat if self._endpoint == "chat" else CompletionFormat
@@ -181,7 +183,8 @@ def unknown_model(name: str) -> ModelNotFound:
     return ModelNotFound(f"the model {name[:100]!r} is not served here", param="model")
 
 
-async def _read_body(scope: Scope, receive: Any, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Any, limit: int) -> bytes:
+    """A JSON body of at most `limit` bytes. Raises BodyTooLarge, WrongMediaType or Disconnected."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise BodyTooLarge(f"the body has {int(value)} bytes, expected at most {limit}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from headrace.errors import UsageError
@@ -20,3 +21,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"cannot listen on {host}:{port}: {reason}") from None
     sock.setblocking(False)
     return sock
+
+
+def is_loopback(sock: socket.socket) -> bool:
+    """Whether only this machine can reach it."""
+    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback

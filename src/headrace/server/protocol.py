@@ -152,8 +152,6 @@ _completion_decoder = msgspec.json.Decoder(_with_other_fields(CompletionRequest,
 def parse_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest or UnsupportedParameter."""
     request: Any = _decode(_chat_decoder, body, _chat_refused)
-    for i, message in enumerate(request.messages):
-        _check_message(f"messages[{i}]", message)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: only with logprobs set to true", param="top_logprobs")
     if request.max_completion_tokens is not None and request.max_tokens is not None and request.max_completion_tokens != request.max_tokens:
@@ -169,15 +167,20 @@ def parse_completion(body: bytes) -> CompletionRequest:
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$")
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes, refused: dict[str, tuple[Any, ...]]) -> Any:
+def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """A body as the decoder's type. Raises InvalidRequest or UnsupportedParameter, with the field first."""
     try:
-        request = decoder.decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidRequest("the body is not valid JSON in UTF-8", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes, refused: dict[str, tuple[Any, ...]]) -> Any:
+    request = decode(decoder, body)
     for name, neutral in refused.items():
         value = getattr(request, name)
         if value is not UNSET and value is not None and not any(type(value) is type(each) and value == each for each in neutral):
@@ -220,10 +223,11 @@ def _check_message(where: str, message: Message) -> None:
         raise InvalidRequest(f"{where}.content: required for the role {message.role}", param=f"{where}.content")
 
 
-def chat_messages(request: ChatRequest) -> list[dict[str, Any]]:
-    """The conversation as chat templates take it."""
+def message_rows(given: list[Message]) -> list[dict[str, Any]]:
+    """A conversation as chat templates take it. Raises InvalidRequest or UnsupportedParameter."""
     messages: list[dict[str, Any]] = []
-    for message in request.messages:
+    for i, message in enumerate(given):
+        _check_message(f"messages[{i}]", message)
         content = message.content
         text = content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
         if content is None and message.refusal is not None:

@@ -16,6 +16,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Protocol
 
 import msgspec
@@ -47,14 +48,16 @@ _MAX_REQUEST_CRASHES = 2
 
 
 class OpenSample:
-    """What has come back of one sample. The worker only appends; the listener reads in `flush`. `reason` is the engine's own."""
+    """What has come back of one sample. The worker only appends; the listener reads in `flush`, and sets `finish`: how it ended for the
+    client, which a stop string decides before the engine does. `reason` is the engine's own."""
 
-    __slots__ = ("logprobs", "reason", "tokens")
+    __slots__ = ("finish", "logprobs", "reason", "tokens")
 
     def __init__(self) -> None:
         self.tokens: array[int] = array("i")
         self.logprobs: list[TokenLogprob | None] = []
         self.reason: FinishReason | None = None
+        self.finish: str | None = None
 
 
 class Listener(Protocol):
@@ -280,23 +283,17 @@ class Worker:
     def _dispatch(self, events: StepEvents) -> None:
         table = self._table
         touched: dict[int, _Entry] = {}
-        if events.logprobs:
-            for request_id, sample, token, logprob in zip(events.request_ids, events.samples, events.tokens, events.logprobs, strict=True):
-                entry = table.get(request_id)
-                if entry is not None:
-                    target = entry.samples[sample]
-                    if target.reason is None:
-                        target.tokens.append(token)
+        with_logprobs = bool(events.logprobs)
+        logprobs = events.logprobs or repeat(None)
+        for request_id, sample, token, logprob in zip(events.request_ids, events.samples, events.tokens, logprobs, strict=with_logprobs):
+            entry = table.get(request_id)
+            if entry is not None:
+                target = entry.samples[sample]
+                if target.reason is None:
+                    target.tokens.append(token)
+                    if with_logprobs:
                         target.logprobs.append(logprob)
-                        touched[request_id] = entry
-        else:
-            for request_id, sample, token in zip(events.request_ids, events.samples, events.tokens, strict=True):
-                entry = table.get(request_id)
-                if entry is not None:
-                    target = entry.samples[sample]
-                    if target.reason is None:
-                        target.tokens.append(token)
-                        touched[request_id] = entry
+                    touched[request_id] = entry
         for request_id, at, cached in events.admitted:
             entry = table.get(request_id)
             if entry is not None:
@@ -326,6 +323,16 @@ class Worker:
                     self.abort(request_id)  # ended by its text (a stop string): the engine is still at it
                 else:
                     del table[request_id]
+            elif len(entry.samples) > 1 and request_id in table:
+                self._end_samples(request_id, entry)
+
+    def _end_samples(self, request_id: int, entry: _Entry, again: bool = False) -> None:
+        """Tell the engine of samples that a stop string has ended, while others of the request go on."""
+        for index, sample in enumerate(entry.samples):
+            if sample.finish is not None and (sample.reason is None or (again and sample.reason == "abort")):
+                sample.reason = "abort"
+                if self._transport is not None:
+                    self._transport.write(frame(Abort(request_id, index)))
 
     # Crashes
 
@@ -361,6 +368,7 @@ class Worker:
         submit = msgspec.structs.replace(entry.submit, emitted=emitted) if any(emitted) else entry.submit
         if self._transport is not None:
             self._transport.write(frame(submit))
+            self._end_samples(submit.request_id, entry, again=True)
 
     def _reap(self) -> int | None:
         if self._process is None:
