@@ -43,25 +43,27 @@ inline void locate(const KvLayer& kv, const AttentionChunk& chunk, int kv_head, 
   if (!block[1]) block[1] = block[0];
 }
 
-// KV chunks [c, end) of a call, one after the other, and what to prefetch meanwhile.
+// The (KV chunk, head)s of a range, one after the other, and what to prefetch meanwhile: the two after it, into the next range where this one ends.
 class Walk {
  public:
   int64_t c;
+  int kv_head;
 
-  Walk(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t begin, int64_t end, int64_t lo, int64_t hi)
-      : c(begin), a_(a), chunk_(chunk), kv_head_(kv_head), end_(end), lo_(lo), hi_(hi) {
-    place(begin, here_);
-    place(begin + 1, ahead_.near);
-    place(begin + 2, ahead_.far);
+  // Of a query or queries that see keys [lo, hi).
+  Walk(const Attention& a, const KvRange& range, int64_t lo, int64_t hi)
+      : c(range.c_begin), kv_head(range.kv_begin), a_(a), range_(range), lead_(range), lead_c_(c), lead_head_(kv_head), lo_(lo), hi_(hi) {
+    place(here_);
+    place(ahead_.near);
+    place(ahead_.far);
   }
-  bool done() const { return c >= end_; }
+  bool done() const { return c >= range_.c_end; }
   void advance() {
-    c++;
+    step(range_, &c, &kv_head);
     for (int i = 0; i < 2; i++) {
       here_[i] = ahead_.near[i];
       ahead_.near[i] = ahead_.far[i];
     }
-    place(c + 2, ahead_.far);
+    place(ahead_.far);
   }
   ChunkView view() const {
     const int64_t v = static_cast<int64_t>(kBlock) * a_.kv.head_dim;
@@ -70,21 +72,33 @@ class Walk {
   const Ahead* ahead() const { return ahead_.near[0] ? &ahead_ : nullptr; }
 
  private:
-  // Beyond this call's chunks come the next call's, then nothing new.
-  void place(int64_t c, const bf16** block) const {
-    if (c < end_) return locate(a_.kv, chunk_, kv_head_, c, lo_, hi_, block);
-    block[0] = block[1] = nullptr;
-    if (a_.next) {
-      const int64_t lo = first_key(a_, a_.next->start);
-      locate(a_.kv, *a_.next, a_.next_kv_head, lo / kKvChunk + c - end_, lo, a_.next->stop, block);
+  static void step(const KvRange& range, int64_t* c, int* head) {
+    if (++*head < range.kv_end) return;
+    *head = range.kv_begin;
+    ++*c;
+  }
+  // The next place of the lead, which runs ahead of c: beyond this range comes the next, then nothing new.
+  void place(const bf16** block) {
+    if (lead_c_ >= lead_.c_end && a_.next.chunk) {
+      lead_ = a_.next;
+      lead_c_ = lead_.c_begin;
+      lead_head_ = lead_.kv_begin;
+      lo_ = first_key(a_, lead_.chunk->start);
+      hi_ = lead_.chunk->stop;
     }
-    if (!block[0]) block[0] = ahead_.near[0], block[1] = ahead_.near[1];
+    block[0] = ahead_.near[0];
+    block[1] = ahead_.near[1];
+    if (lead_c_ >= lead_.c_end) return;
+    locate(a_.kv, *lead_.chunk, lead_head_, lead_c_, lo_, hi_, block);
+    step(lead_, &lead_c_, &lead_head_);
   }
 
   const Attention& a_;
-  const AttentionChunk& chunk_;
-  const int kv_head_;
-  const int64_t end_, lo_, hi_;
+  const KvRange& range_;
+  KvRange lead_;
+  int64_t lead_c_;
+  int lead_head_;
+  int64_t lo_, hi_;  // keys wanted of the lead's range
   const bf16* here_[2];
   Ahead ahead_{};
 };
@@ -165,25 +179,16 @@ struct Scratch {
 static_assert(sizeof(TileScratch) + 2 * 8 * 4 * kMaxTiles <= 256 * 1024 && 2 * 4 * kQueryTile <= 8 * 64,
               "attention_scratch() covers the largest tile");
 
-// The queries of every tile. words: room for the widened ones.
-void find_queries(const Attention& a, const AttentionChunk& chunk, const Shape& shape, int kv_head, int64_t q_begin, const Tiles& tiles, Queries* out,
-                  [[maybe_unused]] Word* words) {
-  for (int i = 0; i < tiles.count; i++) {
-    const Tile& tile = tiles.tile[i];
-    const bf16* rows[kTileRows];
-    for (int r = 0; r < tile.count; r++) {
-      const int row = tile.first + r;
-      rows[r] = a.q + ((chunk.row + q_begin + row / shape.group) * a.q_heads + kv_head * shape.group + row % shape.group) * shape.head_dim;
+// The queries of a tile from its rows. words: room for the widened ones, count * head_dim.
+inline Queries gather(const bf16* const* rows, [[maybe_unused]] int count, [[maybe_unused]] int head_dim, [[maybe_unused]] Word* words) {
 #if HEADRACE_LEVEL == 3
-      out[i].row[r] = reinterpret_cast<const uint32_t*>(rows[r]);
+  Queries queries;
+  for (int r = 0; r < kTileRows; r++) queries.row[r] = reinterpret_cast<const uint32_t*>(rows[r < count ? r : 0]);
+  return queries;
+#else
+  kWiden[count](words, rows, head_dim);
+  return {words};
 #endif
-    }
-#if HEADRACE_LEVEL != 3
-    float* packed = words + static_cast<int64_t>(tile.first) * shape.head_dim;
-    kWiden[tile.count](packed, rows, shape.head_dim);
-    out[i].packed = packed;
-#endif
-  }
 }
 
 // out <- O * (1 / l)
@@ -200,7 +205,15 @@ void attend(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_
   const Tiles tiles(t0, static_cast<int>(q_end - q_begin), shape.group);
   const Scratch mem(scratch, tiles, head_dim);
   Queries queries[kMaxTiles];
-  find_queries(a, chunk, shape, kv_head, q_begin, tiles, queries, mem.q);
+  for (int i = 0; i < tiles.count; i++) {
+    const Tile& tile = tiles.tile[i];
+    const bf16* rows[kTileRows];
+    for (int r = 0; r < tile.count; r++) {
+      const int row = tile.first + r;
+      rows[r] = a.q + ((chunk.row + q_begin + row / shape.group) * a.q_heads + kv_head * shape.group + row % shape.group) * head_dim;
+    }
+    queries[i] = gather(rows, tile.count, head_dim, mem.q + static_cast<int64_t>(tile.first) * head_dim);
+  }
   std::memset(mem.o, 0, static_cast<size_t>(tiles.rows) * head_dim * 4);
   for (int i = 0; i < tiles.count * 8; i++) {
     mem.m[i] = kMinusInf;
@@ -208,7 +221,8 @@ void attend(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_
   }
   std::memset(mem.tile, 0, sizeof(TileScratch));  // lanes of rows that do not exist are computed too
   const float c2 = a.scale * kLog2E;
-  for (Walk walk(a, chunk, kv_head, lo / kKvChunk, (hi + kKvChunk - 1) / kKvChunk, lo, hi); !walk.done(); walk.advance()) {
+  const KvRange range{&chunk, kv_head, kv_head + 1, lo / kKvChunk, kv_chunks(hi)};
+  for (Walk walk(a, range, lo, hi); !walk.done(); walk.advance()) {
     const ChunkView view = walk.view();
     const Ahead* ahead = walk.ahead();
     for (int i = 0; i < tiles.count; i++) {
@@ -225,7 +239,7 @@ void attend(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_
   for (int i = 0; i < tiles.count; i++)
     for (int r = 0; r < tiles.tile[i].count; r++) {
       const int row = tiles.tile[i].first + r;
-      finish(a, shape, kv_head, chunk.row + q_begin + row / shape.group, row % shape.group, mem.o + static_cast<int64_t>(row) * head_dim,
+      finish(a, shape, kv_head, chunk.out + q_begin + row / shape.group, row % shape.group, mem.o + static_cast<int64_t>(row) * head_dim,
              mem.l[i * 8 + r]);
     }
 }
@@ -236,50 +250,94 @@ void attention(const Attention& a, const AttentionChunk& chunk, int kv_head, int
   for (int64_t q = q_begin; q < q_end; q += kQueryTile) attend(a, chunk, kv_head, q, q + kQueryTile < q_end ? q + kQueryTile : q_end, scratch);
 }
 
-void attention_partial(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t c_begin, int64_t c_end, float* partial,
-                       uint8_t* scratch) {
+void attention_one(const Attention& a, const RopeKv* rope, const KvRange& range, float* partial, uint8_t* scratch) {
   const Shape shape(a);
-  const int64_t stride = 4 + shape.head_dim, t0 = chunk.start, lo = first_key(a, t0), hi = t0 + 1;
-  const Tiles tiles(t0, 1, shape.group);
-  const Scratch mem(scratch, tiles, shape.head_dim);
-  Queries queries[kMaxTiles];
-  find_queries(a, chunk, shape, kv_head, 0, tiles, queries, mem.q);
-  if (c_begin < lo / kKvChunk) c_begin = lo / kKvChunk;
-  if (c_end > (hi + kKvChunk - 1) / kKvChunk) c_end = (hi + kKvChunk - 1) / kKvChunk;
-  for (Walk walk(a, chunk, kv_head, c_begin, c_end, lo, hi); !walk.done(); walk.advance()) {
+  const AttentionChunk& chunk = *range.chunk;
+  const int head_dim = shape.head_dim, heads = range.kv_end - range.kv_begin, rows = heads * shape.group;
+  const int64_t stride = 4 + head_dim, lo = first_key(a, chunk.start), hi = static_cast<int64_t>(chunk.start) + 1;
+  const Tiles tiles(chunk.start, 1, shape.group);
+  TileScratch& w = *reinterpret_cast<TileScratch*>(scratch);
+  Queries* queries = reinterpret_cast<Queries*>(scratch + sizeof(TileScratch));
+  float *m = reinterpret_cast<float*>(queries + heads * tiles.count), *l = m + heads * tiles.count * 8, *o = l + heads * tiles.count * 8;
+  Word* words = reinterpret_cast<Word*>(o + static_cast<int64_t>(rows) * head_dim);
+  bf16* turned = reinterpret_cast<bf16*>(words + static_cast<int64_t>(rows) * head_dim);
+  const bf16* q = a.q + (static_cast<int64_t>(chunk.row) * a.q_heads + range.kv_begin * shape.group) * head_dim;
+  if (rope) {
+    RopeKv turn = *rope;
+    AttentionChunk here = chunk;
+    turn.qkv += chunk.row * turn.ld_qkv;
+    turn.q = turned;
+    here.row = 0;
+    rope_kv(turn, here, range.kv_begin * shape.group, range.kv_end * shape.group);
+    if (range.c_end * kKvChunk >= hi)
+      for (int first = a.q_heads; first <= a.q_heads + a.kv.kv_heads; first += a.kv.kv_heads)
+        rope_kv(turn, here, first + range.kv_begin, first + range.kv_end);
+    q = turned + static_cast<int64_t>(range.kv_begin) * shape.group * head_dim;
+  }
+  for (int i = 0; i < heads * tiles.count; i++) {
+    const Tile& tile = tiles.tile[i % tiles.count];
+    const int64_t at = static_cast<int64_t>(i / tiles.count * shape.group + tile.first) * head_dim;
+    const bf16* row[kTileRows];
+    for (int r = 0; r < tile.count; r++) row[r] = q + at + static_cast<int64_t>(r) * head_dim;
+    queries[i] = gather(row, tile.count, head_dim, words + at);
+    for (int r = 0; r < 8; r++) {
+      m[i * 8 + r] = kMinusInf;
+      l[i * 8 + r] = 0;
+    }
+  }
+  std::memset(&w, 0, sizeof(TileScratch));
+  if (!partial) std::memset(o, 0, static_cast<size_t>(rows) * head_dim * 4);
+  for (Walk walk(a, range, lo, hi); !walk.done(); walk.advance()) {
     const ChunkView view = walk.view();
     const Ahead* ahead = walk.ahead();
+    const int head = walk.kv_head - range.kv_begin;
     for (int i = 0; i < tiles.count; i++) {
       const Tile& tile = tiles.tile[i];
+      const int at = head * tiles.count + i;
       Visible see;
-      look(a, tile, shape.group, t0, walk.c, &see);
-      kScores[tile.count](*mem.tile, queries[i], view, shape.head_dim, a.scale * kLog2E, see, ahead);
-      float* out = partial + (walk.c * shape.group + tile.first) * stride;
-      for (int r = 0; r < tile.count; r++) {
-        out[r * stride] = mem.tile->m[r];
-        out[r * stride + 1] = mem.tile->l[r];
+      look(a, tile, shape.group, chunk.start, walk.c, &see);
+      kScores[tile.count](w, queries[at], view, head_dim, a.scale * kLog2E, see, ahead);
+      if (partial) {
+        float* out = partial + ((head * kv_chunks(hi) + walk.c) * shape.group + tile.first) * stride;
+        for (int r = 0; r < tile.count; r++) {
+          out[r * stride] = w.m[r];
+          out[r * stride + 1] = w.l[r];
+        }
+        kValues[tile.count](w, view, head_dim, see, {out + 4, stride, nullptr, nullptr}, ahead);
+      } else {
+        merge_state(w, tile.count, see, m + at * 8, l + at * 8);
+        float* out = o + static_cast<int64_t>(head * shape.group + tile.first) * head_dim;
+        kValues[tile.count](w, view, head_dim, see, {out, head_dim, w.exponent, w.exponent + 8}, ahead);
       }
-      kValues[tile.count](*mem.tile, view, shape.head_dim, see, {out + 4, stride, nullptr, nullptr}, ahead);
       ahead = nullptr;
+    }
+  }
+  if (partial) return;
+  for (int i = 0; i < heads * tiles.count; i++) {
+    const Tile& tile = tiles.tile[i % tiles.count];
+    for (int r = 0; r < tile.count; r++) {
+      const int head = i / tiles.count * shape.group + tile.first + r;
+      finish(a, shape, range.kv_begin, chunk.out, head, o + static_cast<int64_t>(head) * head_dim, l[i * 8 + r]);
     }
   }
 }
 
-void attention_merge(const Attention& a, const AttentionChunk& chunk, int kv_head, const float* partial) {
+void attention_merge(const Attention& a, const KvRange& range, const float* partial) {
   const Shape shape(a);
-  const int64_t stride = 4 + shape.head_dim, lo = first_key(a, chunk.start), hi = static_cast<int64_t>(chunk.start) + 1;
+  const AttentionChunk& chunk = *range.chunk;
+  const int64_t stride = 4 + shape.head_dim, hi = static_cast<int64_t>(chunk.start) + 1, first = first_key(a, chunk.start) / kKvChunk;
   TileScratch w{};
-  for (int head = 0; head < shape.group; head++) {
+  for (int head = 0; head < (range.kv_end - range.kv_begin) * shape.group; head++) {
     float o[256] = {}, m[8] = {kMinusInf}, l[8] = {};
-    for (int64_t c = lo / kKvChunk; c * kKvChunk < hi; c++) {
-      const float* part = partial + (c * shape.group + head) * stride;
+    for (int64_t c = first; c < kv_chunks(hi); c++) {
+      const float* part = partial + ((head / shape.group * kv_chunks(hi) + c) * shape.group + head % shape.group) * stride;
       w.m[0] = part[0];
       w.l[0] = part[1];
       merge_state(w, 1, kSeesAll, m, l);
       const float alpha = w.exponent[0], beta = w.exponent[8];
       for (int d = 0; d < shape.head_dim; d++) o[d] = __builtin_fmaf(part[4 + d], beta, o[d] * alpha);
     }
-    finish(a, shape, kv_head, chunk.row, head, o, l[0]);
+    finish(a, shape, range.kv_begin, chunk.out, head, o, l[0]);
   }
 }
 

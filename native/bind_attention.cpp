@@ -2,6 +2,7 @@
 #include <immintrin.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -59,7 +60,7 @@ AttentionChunk attention_chunk(const char* fn, const Array<const int32_t, 1>& ta
   expect(start >= 0 && stop > start && stop < INT32_MAX, fn, "stop", "start < stop", stop);
   expect(row >= 0 && row + stop - start <= rows, fn, "row", "room for " + std::to_string(stop - start) + " of " + std::to_string(rows) + " rows",
          row);
-  return {static_cast<int32_t>(row), static_cast<int32_t>(start), static_cast<int32_t>(stop), table.data()};
+  return {static_cast<int32_t>(row), static_cast<int32_t>(row), static_cast<int32_t>(start), static_cast<int32_t>(stop), table.data()};
 }
 
 struct Call {
@@ -89,6 +90,8 @@ Call attention_call(const char* fn, const Array<const uint16_t, 3>& q, const Poo
   return {{q.data(), static_cast<int32_t>(heads), scale, window, kv, out, ld_out}, chunk, static_cast<int>(heads / kv.kv_heads)};
 }
 
+size_t scratch_of(const Call& call) { return attention_scratch(call.a.kv.head_dim, call.a.q_heads, call.a.kv.kv_heads); }
+
 void check_partial(const char* fn, const Call& call, const Array<float, 3>& partial) {
   expect(call.chunk.stop - call.chunk.start == 1, fn, "stop", "one query, start + 1", call.chunk.stop);
   const int64_t chunks = (call.chunk.stop + kKvChunk - 1) / kKvChunk;
@@ -106,7 +109,7 @@ void attention_py(const Array<const uint16_t, 3>& q, const Pool1& pool, const Ar
                                    static_cast<int64_t>(out.shape(0)), static_cast<int64_t>(out.shape(1)));
   expect(q_begin >= 0 && q_begin <= q_end && q_end <= stop - start, "attention", "q_end", "q_begin <= q_end <= " + std::to_string(stop - start),
          q_end);
-  const Aligned scratch(attention_scratch(call.a.kv.head_dim, call.group));
+  const Aligned scratch(scratch_of(call));
   kernels().attention(call.a, call.chunk, kv_head, q_begin, q_end, scratch.data);
 }
 
@@ -116,8 +119,10 @@ void attention_partial_py(const Array<const uint16_t, 3>& q, const Pool1& pool, 
   check_partial("attention_partial", call, partial);
   expect(c_begin >= 0 && c_begin <= c_end && c_end <= static_cast<int64_t>(partial.shape(0)), "attention_partial", "c_end",
          "c_begin <= c_end <= chunks", c_end);
-  const Aligned scratch(attention_scratch(call.a.kv.head_dim, call.group));
-  kernels().attention_partial(call.a, call.chunk, kv_head, c_begin, c_end, partial.data(), scratch.data);
+  const int64_t first = window > 0 && start >= window ? (start - window + 1) / kKvChunk : 0;  // chunks before it are not the query's
+  const Aligned scratch(scratch_of(call));
+  const KvRange range{&call.chunk, kv_head, kv_head + 1, std::max(c_begin, first), std::min(c_end, kv_chunks(call.chunk.stop))};
+  kernels().attention_one(call.a, nullptr, range, partial.data(), scratch.data);
 }
 
 void attention_merge_py(const Array<const uint16_t, 3>& q, const Pool1& pool, const Array<const int32_t, 1>& table, int64_t row, int64_t start,
@@ -125,7 +130,7 @@ void attention_merge_py(const Array<const uint16_t, 3>& q, const Pool1& pool, co
   const Call call = attention_call("attention_merge", q, pool, table, row, start, start + 1, kv_head, scale, window, out.data(),
                                    static_cast<int64_t>(out.shape(0)), static_cast<int64_t>(out.shape(1)));
   check_partial("attention_merge", call, partial);
-  kernels().attention_merge(call.a, call.chunk, kv_head, partial.data());
+  kernels().attention_merge(call.a, {&call.chunk, kv_head, kv_head + 1, 0, 0}, partial.data());
 }
 
 void rope_kv_py(const Array<const float, 2>& qkv, const Array<const float, 3>& cos_sin, const Array<uint16_t, 3>& q, const Pool1& pool,
@@ -185,7 +190,8 @@ double timed(int threads, const F& body) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// A whole step's attention as the program runs it: every layer, request, kv head and tile of 32 queries, handed out in that order.
+// A whole step's attention much as the program runs it: every layer and request, a single query with all its heads or each kv head and tile of 32
+// queries, handed out in that order.
 double attention_step(const Array<const uint16_t, 3>& q, const Array<uint16_t, 4>& pool, const Array<const int32_t, 2>& tables,
                       const Array<const int32_t, 1>& starts, const Array<const int32_t, 1>& stops, float scale, int window,
                       const Array<float, 2>& out, int threads) {
@@ -210,17 +216,25 @@ double attention_step(const Array<const uint16_t, 3>& q, const Array<uint16_t, 4
   }
   struct Item {
     const Call* call;
-    int kv_head;
+    KvRange range;
     int64_t begin, end;
   };
   std::vector<Item> items;
   for (const Call& call : calls) {
     const int64_t queries = call.chunk.stop - call.chunk.start;
-    for (int h = 0; h < call.a.kv.kv_heads; h++)
-      for (int64_t end = queries; end > 0; end -= 32) items.push_back({&call, h, end > 32 ? end - 32 : 0, end});  // longest first
+    const auto first = [&](int64_t query) {
+      const int64_t position = call.chunk.start + query;
+      return window > 0 && position >= window ? (position - window + 1) / kKvChunk : 0;
+    };
+    if (queries == 1) items.push_back({&call, {&call.chunk, 0, call.a.kv.kv_heads, first(0), kv_chunks(call.chunk.stop)}, 0, 1});
+    for (int h = 0; queries > 1 && h < call.a.kv.kv_heads; h++)
+      for (int64_t end = queries; end > 0; end -= 32) {  // longest first
+        const int64_t begin = end > 32 ? end - 32 : 0;
+        items.push_back({&call, {&call.chunk, h, h + 1, first(begin), kv_chunks(call.chunk.start + end)}, begin, end});
+      }
   }
   const Kernels& k = kernels();
-  const size_t bytes = attention_scratch(calls[0].a.kv.head_dim, calls[0].group);
+  const size_t bytes = scratch_of(calls[0]);
   std::vector<std::unique_ptr<Aligned>> scratch;
   for (int i = 0; i < threads; i++) scratch.push_back(std::make_unique<Aligned>(bytes));
   std::atomic<size_t> next{0};
@@ -229,11 +243,13 @@ double attention_step(const Array<const uint16_t, 3>& q, const Array<uint16_t, 4
     for (size_t i; (i = next.fetch_add(1)) < items.size();) {
       const Item& item = items[i];
       Attention a = item.call->a;
-      if (const size_t next_item = i + static_cast<size_t>(threads); next_item < items.size() && items[next_item].call->a.kv.base == a.kv.base) {
-        a.next = &items[next_item].call->chunk;
-        a.next_kv_head = items[next_item].kv_head;
-      }
-      k.attention(a, item.call->chunk, item.kv_head, item.begin, item.end, scratch[static_cast<size_t>(thread)]->data);
+      if (const size_t next_item = i + static_cast<size_t>(threads); next_item < items.size() && items[next_item].call->a.kv.base == a.kv.base)
+        a.next = items[next_item].range;
+      uint8_t* const mine = scratch[static_cast<size_t>(thread)]->data;
+      if (item.call->chunk.stop - item.call->chunk.start == 1)
+        k.attention_one(a, nullptr, item.range, nullptr, mine);
+      else
+        k.attention(a, item.call->chunk, item.range.kv_begin, item.begin, item.end, mine);
     }
   });
 }
@@ -241,7 +257,7 @@ double attention_step(const Array<const uint16_t, 3>& q, const Array<uint16_t, 4
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("attention_scratch", &attention_scratch, nb::arg("head_dim"), nb::arg("group"), "Bytes of scratch a thread needs.");
+  m.def("attention_scratch", &attention_scratch, nb::arg("head_dim"), nb::arg("q_heads"), nb::arg("kv_heads"), "Bytes of scratch a thread needs.");
   m.def("rope_kv", &rope_kv_py, nb::arg("qkv").noconvert(), nb::arg("cos_sin").noconvert(), nb::arg("q").noconvert(), nb::arg("pool").noconvert(),
         nb::arg("table").noconvert(), nb::arg("row"), nb::arg("start"), nb::arg("stop"), nb::arg("begin"), nb::arg("end"), nb::arg("q_norm").none(),
         nb::arg("k_norm").none(), nb::arg("eps"),

@@ -68,6 +68,7 @@ struct Linear {
 // One request's share of a step, as attention sees it.
 struct AttentionChunk {
   int32_t row;           // first of its rows in the flat batch
+  int32_t out;           // ... and in attention's output, which may leave rows out
   int32_t start, stop;   // positions [start, stop) are this step's queries; keys are [0, stop)
   const int32_t* table;  // block ids covering [0, stop)
 };
@@ -78,6 +79,7 @@ struct KvLayer {
   bf16* base;
   int32_t kv_heads, head_dim;
 };
+constexpr int64_t kv_chunks(int64_t tokens) { return (tokens + kKvChunk - 1) / kKvChunk; }
 constexpr int64_t kv_head_elements(int head_dim) { return 2LL * kBlock * head_dim; }  // K and V of one block and head
 
 struct Rope {
@@ -97,6 +99,14 @@ struct RopeKv {
   KvLayer kv;
 };
 
+// KV chunks [c_begin, c_end) of 64 tokens of some heads of a request: read chunk by chunk, in each head by head, since the heads of a block lie
+// together.
+struct KvRange {
+  const AttentionChunk* chunk;
+  int32_t kv_begin, kv_end;
+  int64_t c_begin, c_end;
+};
+
 struct Attention {
   const bf16* q;  // [rows][q_heads * head_dim]
   int32_t q_heads;
@@ -105,9 +115,7 @@ struct Attention {
   KvLayer kv;
   float* out;  // [rows][ld_out], head h at column h * head_dim
   int64_t ld_out;
-  // What this thread will probably attend to next, or null: its first keys and values are prefetched while the last ones here are read.
-  const AttentionChunk* next = nullptr;
-  int32_t next_kv_head = 0;
+  KvRange next{};  // what this thread will probably read next, or no chunk: prefetched while the last keys and values here are read
 };
 
 // What one row of logits is sampled with. Neutral values leave the distribution as it is.
@@ -147,17 +155,18 @@ struct Sampled {
   X(rope_kv, void, (const RopeKv& a, const AttentionChunk& chunk, int64_t begin, int64_t end))                                                   \
   /* queries [q_begin, q_end) of one chunk (counted from chunk.start) for one kv head, all their keys; merges KV chunks in ascending order */    \
   X(attention, void, (const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t q_begin, int64_t q_end, uint8_t* scratch))           \
-  /* the same for ONE query and KV chunks [c_begin, c_end) of 64 tokens: partial[c][group head] = {m, l, -, -, o[head_dim]} */                   \
-  X(attention_partial, void,                                                                                                                     \
-    (const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t c_begin, int64_t c_end, float* partial, uint8_t* scratch))            \
-  /* ... and their merge, ascending, into out: bit for bit what `attention` gives */                                                             \
-  X(attention_merge, void, (const Attention& a, const AttentionChunk& chunk, int kv_head, const float* partial))                                 \
+  /* the same bits for the ONE query of a chunk and some of its KV chunks and heads. rope: q, k and v are turned first (k and v only by the      \
+   * range of the last KV chunk). Into out, or, where a query's KV chunks are shared out, partial[head - kv_begin][c][group head] = {m, l, -,    \
+   * -, o[head_dim]}, c from 0 to the last that is visible */                                                                                    \
+  X(attention_one, void, (const Attention& a, const RopeKv* rope, const KvRange& range, float* partial, uint8_t* scratch))                       \
+  /* ... and the merge of partials, ascending, into out */                                                                                       \
+  X(attention_merge, void, (const Attention& a, const KvRange& range, const float* partial))                                                     \
   /* samples one row of logits (changed in place). top_ids/top_logprobs: num_logprobs each. scratch: sample_scratch(vocab) bytes */              \
   X(sample, Sampled, (float* logits, int64_t vocab, const Sampling& s, int32_t* top_ids, float* top_logprobs, uint8_t* scratch))
 
 // Bytes of scratch a thread needs, 64 B aligned.
-constexpr size_t attention_scratch(int head_dim, int group) {
-  return static_cast<size_t>(256) * 1024 + static_cast<size_t>(head_dim) * group * 64 * 8;
+constexpr size_t attention_scratch(int head_dim, int q_heads, int kv_heads) {
+  return static_cast<size_t>(256) * 1024 + static_cast<size_t>(head_dim) * (q_heads / kv_heads * 64 * 8 + q_heads * 16);
 }
 constexpr size_t sample_scratch(int64_t vocab) { return static_cast<size_t>(vocab) * 16 + 4096; }
 

@@ -169,7 +169,7 @@ class _Lowering:
                     w = self.model.weights[op.weight]
                     self.program.embed(FORMATS[w.format], w.address, w.n, w.k, 1.0, self.x)
                 case decoder.Select():
-                    selected = True
+                    selected = True  # by attention and what follows it
                 case decoder.RmsNorm():
                     self.program.rms_norm(self.x, self._floats(op.weight), op.eps, self.model.config.hidden_size, self.hidden, selected)
                 case decoder.Linear(out="q" | "k" | "v"):
@@ -185,18 +185,20 @@ class _Lowering:
                     columns = (self.offsets[name] for name in ("q", "k", "v"))
                     eps, table = self.model.config.norm_eps, self.table.ctypes.data
                     self.program.rope_kv(self.qkv, *columns, norms["q"], norms["k"], eps, table, rotary, op.layer)
-                    self.program.attention(self.attended, op.layer)
+                    if selected:
+                        self.program.select(self.x)
+                    self.program.attention(self.attended, op.layer, selected)
                     norms, rotary = {"q": 0, "k": 0}, 0
                 case decoder.Linear(x="a"):
-                    self.program.quantize(self.attended, self.model.config.num_heads * self.model.config.head_dim, self.context)
-                    self._linear("o", op.weight, self.context, self.x, ADD)
+                    self.program.quantize(self.attended, self.model.config.num_heads * self.model.config.head_dim, self.context, selected)
+                    self._linear("o", op.weight, self.context, self.x, ADD, selected)
                 case decoder.SiluMul():
                     name = cast(decoder.Linear, ops[i - 2]).weight.removesuffix("gate") + "gate_up"
-                    self._linear("gate_up", name, self.hidden, self.inner, SILU_MUL)
+                    self._linear("gate_up", name, self.hidden, self.inner, SILU_MUL, selected)
                 case decoder.Linear(x="g"):
-                    self._linear("down", op.weight, self.inner, self.x, ADD)
+                    self._linear("down", op.weight, self.inner, self.x, ADD, selected)
                 case decoder.Linear(out="logits"):
-                    self._linear("head", op.weight, self.hidden, self.logits, STORE, selected=True)
+                    self._linear("head", op.weight, self.hidden, self.logits, STORE, selected)
         self.program.finish(self.logits)
 
     def _qkv(self, parts: list[decoder.Linear]) -> None:
@@ -227,7 +229,7 @@ class _Lowering:
         self.biases.append(joined)
         return joined
 
-    def _linear(self, name: str, weight: str, act: int, out: int, epilogue: int, selected: bool = False) -> None:
+    def _linear(self, name: str, weight: str, act: int, out: int, epilogue: int, selected: bool) -> None:
         w: Packed = self.model.weights[weight]
         self.program.linear(name, FORMATS[w.format], w.address, w.n, w.k, act, out, 0, epilogue, 0, selected)
 
