@@ -155,6 +155,7 @@ inline Vec fmsub(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Ints load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 inline Ints and_words(Ints x, uint32_t mask) { return _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(mask))); }
+inline bool finite(Ints x) { return !_mm512_cmpge_epu16_mask(and_words(x, 0x7fff7fffu), _mm512_set1_epi16(0x7f80)); }  // of bf16
 // `x` where the token (lane + first) is in [lo, hi), else `other`.
 inline Vec select(Vec x, Vec other, int first, int lo, int hi) {
   if (lo >= hi) return other;  // also keeps both shifts below 64
@@ -190,6 +191,9 @@ inline Vec fmsub(Vec a, Vec b, Vec c) { return _mm256_fmsub_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Ints load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline Ints and_words(Ints x, uint32_t mask) { return _mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(mask))); }
+inline bool finite(Ints x) {  // of bf16
+  return !_mm256_movemask_epi8(_mm256_cmpgt_epi16(and_words(x, 0x7fff7fffu), _mm256_set1_epi16(0x7f7f)));
+}
 inline Vec select(Vec x, Vec other, int first, int lo, int hi) {
   const __m256i token = _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   const __m256i in = _mm256_and_si256(_mm256_cmpgt_epi32(token, _mm256_set1_epi32(lo - 1)), _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), token));
@@ -415,55 +419,54 @@ void scores(TileScratch& w, const Queries& q, const ChunkView& chunk, int head_d
 }
 #endif
 
-// Pairs [from, to) of one row, masked, added to acc[C * kLanes]: at the edges of what the row sees. A pair it does not see is left out.
-template <int C>
-__attribute__((noinline)) void edge_pairs(float* acc, const Word* p, const ChunkView& chunk, int head_dim, int d, int lo, int hi, int from, int to) {
-  Vec row[1][C];
-  for (int c = 0; c < C; c++) row[0][c] = load(acc + c * kLanes);
-  if (from < lo / 2) from = lo / 2;
-  if (to > (hi + 1) / 2) to = (hi + 1) / 2;
-  for (int i = from; i < to; i++) {
-    const uint32_t* v = words(chunk.v[i / 16]) + static_cast<int64_t>(i % 16) * head_dim + d;
-    const uint32_t mask = (2 * i >= lo ? 0xffffu : 0u) | (2 * i + 1 < hi ? 0xffff0000u : 0u);
-    Ints b[C];
-    for (int c = 0; c < C; c++) b[c] = and_words(load_words(v + c * kLanes), mask);
-    step(row, ProbabilityWords{p}, i, b);
-  }
-  for (int c = 0; c < C; c++) store(acc + c * kLanes, row[0][c]);
+// Columns d and on of pair i of a chunk's values.
+inline const uint32_t* value_words(const ChunkView& chunk, int head_dim, int d, int i) {
+  return words(chunk.v[i / 16]) + static_cast<int64_t>(i % 16) * head_dim + d;
 }
 
-// Columns [d, d + C * kLanes) of O. Edge: some row does not see all 64 tokens; its masked pairs go through memory (w.s, whose scores are used up).
+// The same sum of one row, over the tokens [lo, hi) and no other: what it does not see may be no number.
+template <int C>
+__attribute__((noinline)) void careful_row(float* out, const Word* p, const ChunkView& chunk, int head_dim, int d, int lo, int hi) {
+  Vec row[1][C];
+  clear(row);
+  for (int i = lo / 2; i < (hi + 1) / 2; i++) {
+    const uint32_t mask = (2 * i >= lo ? 0xffffu : 0u) | (2 * i + 1 < hi ? 0xffff0000u : 0u);
+    Ints b[C];
+    for (int c = 0; c < C; c++) b[c] = and_words(load_words(value_words(chunk, head_dim, d, i) + c * kLanes), mask);
+    step(row, ProbabilityWords{p}, i, b);
+  }
+  for (int c = 0; c < C; c++) store(out + c * kLanes, row[0][c]);
+}
+
+// Columns [d, d + C * kLanes) of O. Edge: some row does not see all 64 tokens. Its probabilities of those are 0, which change nothing where the
+// values are finite; where they are not, the rows go through memory (w.s, whose scores are used up).
 template <int R, int C, bool Edge>
 void value_columns(TileScratch& w, const ChunkView& chunk, int head_dim, int d, const Visible& see, const Output& out, const Ahead* ahead) {
-  // All rows see all of pairs [full, full_end); the pairs before and after are at the edge of some row.
-  int full = (see.lo_max + 1) / 2, full_end = see.hi_min / 2;
-  if (Edge && full >= full_end) full = full_end = kKvChunk / 2;
+  const int first = Edge ? see.lo_min / 2 : 0, last = Edge ? (see.hi_max + 1) / 2 : kKvChunk / 2;
   Vec acc[R][C];
   clear(acc);
-  const auto spill = [&]() __attribute__((always_inline)) {
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) store(w.s[r] + c * kLanes, acc[r][c]);
-  };
-  const auto edge = [&](int from, int to) __attribute__((always_inline)) {
-    spill();
-    for (int r = 0; r < R; r++)
-      if (!see.empty(r)) edge_pairs<C>(w.s[r], w.p[r], chunk, head_dim, d, see.lo[r], see.hi[r], from, to);
+  bool harmless = true;
+  if (Edge)  // all rows see all of pairs [(lo_max + 1) / 2, hi_min / 2)
+    for (int i = first; i < last; i++)
+      if (i < (see.lo_max + 1) / 2 || i >= see.hi_min / 2)
+        for (int c = 0; c < C; c++) harmless &= finite(load_words(value_words(chunk, head_dim, d, i) + c * kLanes));
+  if (harmless) {
+    for (int block = 0; block < 2; block++) {
+      const int from = Edge && first > block * 16 ? first - block * 16 : 0, to = Edge && last < block * 16 + 16 ? last - block * 16 : 16;
+      if (Edge && from >= to) continue;
+      const int64_t at = static_cast<int64_t>(from) * head_dim + d;
+      const uint32_t* v = words(chunk.v[block]) + at;
+      const ProbabilityWords p{w.p[0] + (block * 16 + from) * kPerPair};
+      if (ahead)
+        multiply<true>(acc, p, v, v + 32, head_dim, to - from, Fetch::values(*ahead, block, static_cast<int64_t>(kBlock) / 2 * head_dim + at));
+      else
+        multiply<false>(acc, p, v, v + 32, head_dim, to - from, {});
+    }
+  } else {
+    for (int r = 0; r < R; r++) careful_row<C>(w.s[r], w.p[r], chunk, head_dim, d, see.lo[r], see.hi[r]);
     for (int r = 0; r < R; r++)
       for (int c = 0; c < C; c++) acc[r][c] = load(w.s[r] + c * kLanes);
-  };
-  if (Edge && full > see.lo_min / 2) edge(0, full);
-  for (int block = 0; block < 2; block++) {
-    const int from = Edge && full > block * 16 ? full - block * 16 : 0, to = Edge && full_end < block * 16 + 16 ? full_end - block * 16 : 16;
-    if (Edge && from >= to) continue;
-    const int64_t at = static_cast<int64_t>(from) * head_dim + d;
-    const uint32_t* v = words(chunk.v[block]) + at;
-    const ProbabilityWords p{w.p[0] + (block * 16 + from) * kPerPair};
-    if (ahead)
-      multiply<true>(acc, p, v, v + 32, head_dim, to - from, Fetch::values(*ahead, block, static_cast<int64_t>(kBlock) / 2 * head_dim + at));
-    else
-      multiply<false>(acc, p, v, v + 32, head_dim, to - from, {});
   }
-  if (Edge && full_end < (see.hi_max + 1) / 2) edge(full_end, kKvChunk / 2);
   for (int r = 0; r < R; r++) {
     if (Edge && see.empty(r)) continue;
     float* o = out.o + r * out.stride + d;
