@@ -151,17 +151,22 @@ class Program {
     int pieces;
     std::atomic<int>* left;
   };
-  // Work is shared out through one cursor a thread. Three sets rotate: a stage uses one, and each thread clears its own cursor of the set
-  // after next, which nobody can touch between the two barriers around this stage.
   struct AttentionWork {
     std::vector<AttentionChunk> chunks;
     std::vector<std::vector<Item>> items;  // of each thread, longest first; the others take what it has not begun
     std::vector<Split> splits;
     std::unique_ptr<std::atomic<int>[]> pieces_left;
   };
+  // A step is stages, numbered from first_stage_ on by every thread alike. The units of a stage are claimed one by one, of a thread's own share
+  // first, and the stage is over when all are done, whoever did them: a thread that comes late, because the system ran something else on its core,
+  // finds it over and goes on. A claim is made on the stage's number, so what a thread has prepared from inputs that have changed since is never
+  // used.
   struct alignas(128) Cursor {
-    std::atomic<int64_t> next[3];
-    unsigned stage;
+    std::atomic<uint64_t> claimed;  // stage << 32 | how many of this thread's share
+    uint32_t stage;                 // where this thread is
+  };
+  struct Stage {
+    int64_t units = 0, done = 0;  // in all, and by this thread; no units: nothing to wait for
   };
   struct SampleCall;
 
@@ -175,16 +180,17 @@ class Program {
   void plan_attention(AttentionWork& work, bool selected);
   const AttentionWork& work_of(const Op& op) const { return op.selected && num_selected_ != num_rows_ ? selected_work_ : work_; }
   void run(int thread);
-  bool run_op(const Op& op, int thread);
+  Stage run_op(const Op& op, int thread);
   void run_rows(const Op& op, int thread, int64_t begin, int64_t end);
   void run_rope(const Op& op, int64_t begin, int64_t end);
-  void run_attention(const Op& op, int thread);
+  Stage run_attention(const Op& op, int thread);
   void attend(const Op& op, const AttentionWork& work, const Item& item, const Item* next, int thread);
   bool is_decode(const AttentionChunk& c) const { return c.stop - c.start == 1; }
-  std::atomic<int64_t>& cursor(int thread, int owner, unsigned ahead = 0);
+  bool over(int thread) const;
+  int64_t claim(int thread, int owner, int64_t count, int64_t grain);
   template <class F>
-  void share(int thread, int64_t units, int64_t grain, F f);
-  void end_stage(int thread);
+  Stage share(int thread, int64_t units, int64_t grain, F f);
+  void end_stage(int thread, Stage stage);
   template <class F>
   void timed(double& seconds, int thread, F f);
 
@@ -200,6 +206,9 @@ class Program {
   size_t scratch_bytes_ = 0;  // of one thread
   std::vector<Row> rows_;
   std::unique_ptr<Cursor[]> cursors_;
+  uint32_t first_stage_ = 0;                         // of this step
+  alignas(128) std::atomic<uint32_t> stage_{0};      // the one that is open
+  alignas(128) std::atomic<int64_t> units_done_{0};  // of it
 
   // the step
   int64_t num_rows_ = 0, num_selected_ = 0;

@@ -45,6 +45,7 @@ int64_t Program::forward(const int32_t* chunks, int num_chunks, const int32_t* c
   for (const AttentionChunk& c : chunks_) turned_rows_ += is_decode(c) ? 0 : c.stop - c.start;
   plan_attention(work_, false);
   if (num_selected_ != num_rows_) plan_attention(selected_work_, true);
+  first_stage_ = stage_.load(std::memory_order_relaxed);
   pool_.run([](void* self, int thread) { static_cast<Program*>(self)->run(thread); }, this);
   return num_selected_;
 }
@@ -120,30 +121,51 @@ void Program::timed(double& seconds, int thread, F f) {
   seconds += now() - before;
 }
 
+bool Program::over(int thread) const { return stage_.load(std::memory_order_acquire) != cursors_[static_cast<size_t>(thread)].stage; }
+
+// Takes up to `grain` of the `count` units of `owner`'s share: the first one, or -1 if there are none left or the stage is over.
+int64_t Program::claim(int thread, int owner, int64_t count, int64_t grain) {
+  std::atomic<uint64_t>& claimed = cursors_[static_cast<size_t>(owner)].claimed;
+  const uint64_t stage = cursors_[static_cast<size_t>(thread)].stage;
+  uint64_t now = claimed.load(std::memory_order_relaxed);
+  do {
+    if (now >> 32 != stage || static_cast<int64_t>(now & 0xffffffffu) >= count) return -1;
+  } while (!claimed.compare_exchange_weak(now, now + static_cast<uint64_t>(grain), std::memory_order_relaxed));
+  return static_cast<int64_t>(now & 0xffffffffu);
+}
+
 // Runs f(begin, end) over [0, units) in pieces of `grain`: each thread its own contiguous share first, then what the others have left.
 template <class F>
-void Program::share(int thread, int64_t units, int64_t grain, F f) {
+Program::Stage Program::share(int thread, int64_t units, int64_t grain, F f) {
   const int threads = limits_.threads;
+  Stage stage{units, 0};
+  if (over(thread)) return stage;
   for (int i = 0; i < threads; i++) {
     const int owner = (thread + i) % threads;
     const int64_t begin = units * owner / threads, end = units * (owner + 1) / threads;
-    std::atomic<int64_t>& next = cursor(thread, owner);
-    while (next.load(std::memory_order_relaxed) < end - begin) {
-      const int64_t at = begin + next.fetch_add(grain, std::memory_order_relaxed);
-      if (at >= end) break;
-      f(at, std::min(end, at + grain));
+    for (int64_t at; (at = claim(thread, owner, end - begin, grain)) >= 0;) {
+      const int64_t from = begin + at, to = std::min(end, from + grain);
+      f(from, to);
+      stage.done += to - from;
     }
   }
+  return stage;
 }
 
-std::atomic<int64_t>& Program::cursor(int thread, int owner, unsigned ahead) {
-  return cursors_[static_cast<size_t>(owner)].next[(cursors_[static_cast<size_t>(thread)].stage + ahead) % 3];
-}
-
-void Program::end_stage(int thread) {
-  timed(waited_, thread, [this] { pool_.barrier(); });
-  cursors_[static_cast<size_t>(thread)].stage++;
-  cursor(thread, thread, 2).store(0, std::memory_order_relaxed);
+// Whoever does the last unit opens the next stage.
+void Program::end_stage(int thread, Stage stage) {
+  uint32_t& at = cursors_[static_cast<size_t>(thread)].stage;
+  if (stage.done && units_done_.fetch_add(stage.done, std::memory_order_acq_rel) + stage.done == stage.units) {
+    units_done_.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < limits_.threads; i++)
+      cursors_[static_cast<size_t>(i)].claimed.store(static_cast<uint64_t>(at + 1) << 32, std::memory_order_relaxed);
+    stage_.store(at + 1, std::memory_order_release);
+  } else {
+    timed(waited_, thread, [&] {
+      for (Patience patience; !over(thread);) patience.wait();
+    });
+  }
+  at++;
 }
 
 // Rows `from` and after of `rows` rows of activations: of a few rows each thread has a copy of its own.
@@ -162,81 +184,74 @@ Activations Program::view(int act, int64_t rows, int thread, int64_t from) const
 }
 
 void Program::run(int thread) {
+  cursors_[static_cast<size_t>(thread)].stage = first_stage_;
   if (!copies_.empty()) {
     const size_t bytes = static_cast<size_t>(limits_.kv_heads) * kv_head_elements(limits_.head_dim) * sizeof(bf16);
-    share(thread, limits_.num_layers, 1, [&](int64_t layer, int64_t) {
+    const Stage copied = share(thread, limits_.num_layers, 1, [&](int64_t layer, int64_t) {
       uint8_t* base = reinterpret_cast<uint8_t*>(kv(static_cast<int>(layer)).base);
       for (const auto& [from, to] : copies_) std::memcpy(base + to * bytes, base + from * bytes, bytes);
     });
-    end_stage(thread);
+    end_stage(thread, copied);
   }
   for (const auto& [first, last] : runs_) {
     const int64_t rows = rows_of(ops_[first]), own = (rows + limits_.threads - 1) / limits_.threads;
     if (ops_[first].kind != Kind::attention && ops_[first].kind != Kind::select && own >= kOwnRows) {
       const int64_t blocks = (own + kRowBlock - 1) / kRowBlock;
-      share(thread, rows, (own + blocks - 1) / blocks, [&](int64_t begin, int64_t end) {
-        for (size_t i = first; i < last; i++) timed(ops_[i].seconds, thread, [&] { run_rows(ops_[i], thread, begin, end); });
-      });
-      end_stage(thread);
+      end_stage(thread, share(thread, rows, (own + blocks - 1) / blocks, [&](int64_t begin, int64_t end) {
+                  for (size_t i = first; i < last; i++) timed(ops_[i].seconds, thread, [&] { run_rows(ops_[i], thread, begin, end); });
+                }));
     } else {
       for (size_t i = first; i < last; i++) {
-        bool shared = true;
-        timed(ops_[i].seconds, thread, [&] { shared = run_op(ops_[i], thread); });
-        if (shared) end_stage(thread);
+        Stage stage;
+        timed(ops_[i].seconds, thread, [&] { stage = run_op(ops_[i], thread); });
+        if (stage.units) end_stage(thread, stage);
       }
     }
   }
 }
 
-// The whole of an operation, shared out over the threads; false if there was nothing to share.
-bool Program::run_op(const Op& op, int thread) {
+// The whole of an operation, shared out over the threads.
+Program::Stage Program::run_op(const Op& op, int thread) {
   const int64_t rows = rows_of(op);
   const auto body = [&](int64_t begin, int64_t end) { run_rows(op, thread, begin, end); };
   switch (op.kind) {
     case Kind::embed:
-      share(thread, rows, 8, body);
-      break;
+      return share(thread, rows, 8, body);
     case Kind::rms_norm:
     case Kind::quantize:
-      if (rows <= kSmall) {  // each thread for itself: no barrier
-        body(0, rows);
-        return false;
-      }
-      share(thread, rows, 4, body);
-      break;
+      if (rows > kSmall) return share(thread, rows, 4, body);
+      if (!over(thread)) body(0, rows);  // each thread for itself: nobody waits
+      return {};
     case Kind::linear: {
-      if (rows == 0) return false;
+      if (rows == 0) return {};
       Linear a = layer(op, thread, 0, rows);
       const int64_t units = panels(op);
       const auto share_of = [this](const Op& l, int t) { return l.packed.data + panels(l) * t / limits_.threads * panel_bytes(l); };
-      share(thread, units, 1, [&](int64_t begin, int64_t end) {
+      return share(thread, units, 1, [&](int64_t begin, int64_t end) {
         a.next = a.weight + end * panel_bytes(op);
         if (a.next == share_of(op, thread + 1)) a.next = op.next ? share_of(*op.next, thread) : nullptr;
         kernels().linear(a, begin, end);
       });
-      break;
     }
     case Kind::rope_kv: {
-      if (turned_rows_ == 0) return false;
+      if (turned_rows_ == 0) return {};
       const int64_t heads = limits_.q_heads + 2 * limits_.kv_heads;
-      share(thread, num_rows_ * heads, num_rows_ <= kSmall ? 4 : 2 * heads, [&](int64_t begin, int64_t end) { run_rope(op, begin, end); });
-      break;
+      const int64_t grain = num_rows_ <= kSmall ? 4 : 2 * heads;
+      return share(thread, num_rows_ * heads, grain, [&](int64_t begin, int64_t end) { run_rope(op, begin, end); });
     }
     case Kind::select: {
-      if (num_selected_ == num_rows_) return false;
+      if (num_selected_ == num_rows_) return {};
       const Buffer& x = buffers_[static_cast<size_t>(op.x)];
-      share(thread, 1, 1, [&](int64_t, int64_t) {  // in place: a row only moves down, and in order
+      return share(thread, 1, 1, [&](int64_t, int64_t) {  // in place: a row only moves down, and in order
         for (int64_t r = 0; r < num_selected_; r++)
           std::memmove(x.data + r * x.columns, x.data + selected_[static_cast<size_t>(r)] * x.columns,
                        static_cast<size_t>(x.columns) * sizeof(float));
       });
-      break;
     }
     case Kind::attention:
-      run_attention(op, thread);
-      break;
+      return run_attention(op, thread);
   }
-  return true;
+  return {};
 }
 
 // Rows [begin, end) of an operation that computes each row from the same row only.
@@ -313,18 +328,19 @@ void Program::run_rope(const Op& op, int64_t begin, int64_t end) {
   }
 }
 
-void Program::run_attention(const Op& op, int thread) {
+Program::Stage Program::run_attention(const Op& op, int thread) {
   const AttentionWork& work = work_of(op);
+  Stage stage;
+  for (const auto& items : work.items) stage.units += static_cast<int64_t>(items.size());
+  if (over(thread)) return stage;
   for (int i = 0; i < limits_.threads; i++) {
     const int owner = (thread + i) % limits_.threads;
     const std::vector<Item>& items = work.items[static_cast<size_t>(owner)];
-    std::atomic<int64_t>& next = cursor(thread, owner);
     const int64_t count = static_cast<int64_t>(items.size());
-    while (next.load(std::memory_order_relaxed) < count) {
-      const int64_t at = next.fetch_add(1, std::memory_order_relaxed);
-      if (at < count) attend(op, work, items[static_cast<size_t>(at)], at + 1 < count ? &items[static_cast<size_t>(at) + 1] : nullptr, thread);
-    }
+    for (int64_t at; (at = claim(thread, owner, count, 1)) >= 0; stage.done++)
+      attend(op, work, items[static_cast<size_t>(at)], at + 1 < count ? &items[static_cast<size_t>(at) + 1] : nullptr, thread);
   }
+  return stage;
 }
 
 // `next`: what this thread will probably take after it.

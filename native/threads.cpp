@@ -12,8 +12,8 @@ namespace headrace {
 namespace {
 
 // A pause takes about 65 cycles on Zen 4/5 and 140 on recent Intel cores.
-constexpr int kIdleSpins = 2000;     // after a step: about 35 us of hope that the next one starts at once
-constexpr int kBarrierSpins = 2000;  // inside a step: then yield, so that an oversubscribed machine degrades instead of collapsing
+constexpr int kIdleSpins = 2000;  // after a step: about 35 us of hope that the next one starts at once
+constexpr int kWaitSpins = 2000;  // inside a step
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -23,6 +23,13 @@ void futex_wake(std::atomic<uint32_t>& word) {
 }
 
 }  // namespace
+
+void Patience::wait() {
+  if (++spins_ < kWaitSpins)
+    _mm_pause();
+  else
+    sched_yield();
+}
 
 Pool::Pool(int threads) : owner_(getpid()) {
   for (int thread = 1; thread < threads; thread++) workers_.emplace_back([this, thread] { work(thread); });
@@ -44,10 +51,13 @@ void Pool::run(void (*body)(void*, int), void* context) {
   if (workers_.empty()) return body(context, 0);
   body_ = body;
   context_ = context;
+  open_.store(true, std::memory_order_seq_cst);
   epoch_.fetch_add(1, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst)) futex_wake(epoch_);
   body(context, 0);
-  barrier();
+  open_.store(false, std::memory_order_seq_cst);
+  Patience patience;
+  while (inside_.load(std::memory_order_seq_cst)) patience.wait();
 }
 
 void Pool::work(int thread) {
@@ -66,26 +76,14 @@ void Pool::work(int thread) {
     }
     seen = now;
     if (stop_) return;
-    body_(context_, thread);
-    barrier();
-  }
-}
-
-void Pool::barrier() {
-  const uint32_t threads = static_cast<uint32_t>(size());
-  if (threads == 1) return;
-  const uint32_t generation = release_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-    arrived_.store(0, std::memory_order_relaxed);
-    release_.store(generation + 1, std::memory_order_release);
-    return;
-  }
-  int spins = 0;
-  while (release_.load(std::memory_order_acquire) == generation) {
-    if (++spins < kBarrierSpins)
-      _mm_pause();
-    else
-      sched_yield();
+    // Counted first, then asked: either the caller sees this worker inside and waits for it, or this worker sees that the run is over. The run it
+    // enters may be a later one than `now`, which it then does not enter twice: `seen` is read again while it is inside, when no new one can begin.
+    inside_.fetch_add(1, std::memory_order_seq_cst);
+    if (open_.load(std::memory_order_seq_cst)) {
+      seen = epoch_.load(std::memory_order_acquire);
+      body_(context_, thread);
+    }
+    inside_.fetch_sub(1, std::memory_order_seq_cst);
   }
 }
 

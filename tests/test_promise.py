@@ -75,6 +75,15 @@ def test_chunk_of_one(model: Model, level: str) -> None:
     assert Driver(model, threads=1).run(prompts(2, level), chunk=1, answer=ANSWER) == expected
 
 
+@pytest.mark.parametrize("level", [name for name in LEVELS if name != "scalar"], indirect=True)
+def test_threads_that_come_late(model: Model, level: str) -> None:
+    """Many more threads than cores: some find a stage, or the whole step, done without them."""
+    for batch, answer in ((2, 40), (9, 10)):
+        expected = Driver(model, threads=1).run(prompts(batch, level), answer=answer)
+        for threads in (3, 9):
+            assert Driver(model, threads=threads).run(prompts(batch, level), answer=answer) == expected, f"batch {batch}, {threads} threads"
+
+
 def test_prefix_hit(model: Model, level: str) -> None:
     """A second row that starts after blocks which another row computed."""
     if level == "scalar":

@@ -113,13 +113,13 @@ class Arena:
         if offset < 0 or nbytes < 0 or offset % ALIGNMENT or offset > self.nbytes or nbytes > self.nbytes - offset:
             raise ValueError(f"[Arena] {nbytes} bytes at {offset}: expected a multiple of {ALIGNMENT} inside {self.nbytes} bytes")
 
-    def __del__(self) -> None:
+    def __del__(self, munmap: Any = _libc.munmap, close: Any = os.close) -> None:  # at the interpreter's exit the module's names are gone
         if getattr(self, "_base", 0):
-            _libc.munmap(self._base, self.nbytes)
+            munmap(self._base, self.nbytes)
             self._base = 0
         if getattr(self, "_owned", False):
             self._owned = False
-            os.close(self.fd)
+            close(self.fd)
 
 
 def _map(address: int, nbytes: int, protection: int, flags: int, fd: int) -> int:
