@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,24 @@ class HeadraceServe(ServerProcess):
         line = self.process.stdout.readline()
         self.port = int(line.rsplit(":", 1)[1])
         self.url = f"http://127.0.0.1:{self.port}"
+
+
+def test_a_recording_replays(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with HeadraceServe("--record", str(path)) as server:
+        for i in range(3):
+            assert server.post(COMPLETIONS, {"prompt": f"{i} The river", "max_tokens": 20, "n": 2, "temperature": 1})[0] == 200
+        assert server.end() == 0
+    command = [sys.executable, "-m", "headrace", "replay", str(path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=True)
+    found = json.loads(done.stdout)
+    assert found["different_at"] == 0
+    assert found["steps"] >= 60
+    for bad, message in ((tmp_path / "none" / "run.jsonl", "No such file"), (tmp_path, "directory")):
+        command = [sys.executable, "-m", "headrace", "serve", "--port", "0", "--record", str(bad)]
+        failed = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+        assert failed.returncode == 2
+        assert message in failed.stderr
 
 
 @pytest.fixture(scope="module")

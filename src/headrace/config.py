@@ -8,6 +8,7 @@ from typing import Literal
 from headrace.errors import UsageError
 
 BLOCK_TOKENS = 32  # tokens a KV block holds; the kernels are built for it
+NUMERICS_VERSION = 1  # of docs/numerics.md: keys and values of another one are not the same bits
 
 Level = Literal["auto", "bf16", "int8", "int4"]
 Policy = Literal["fcfs", "shortest", "priority", "fair"]

@@ -112,6 +112,9 @@ def serve(
     max_body_size: Annotated[str, typer.Option(help="Largest request body.")] = "4MiB",
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds running requests get after SIGTERM.")] = 10.0,
     log_level: Annotated[LogLevel, typer.Option(help="What is logged; info: a line a request.")] = LogLevel.INFO,
+    record: Annotated[
+        Path | None, typer.Option(help="Write every decision of the engine there, for `headrace replay`. Holds prompts.")
+    ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible API.
 
@@ -135,6 +138,7 @@ def serve(
         api_keys=tuple(api_key or ()),
         api_key_file=api_key_file,
         allowed_hosts=tuple(allowed_host or ()),
+        record=record,
         engine=EngineSettings(
             model="",
             level=level.value,
@@ -245,6 +249,23 @@ def tokenize(
     from headrace.cli.tokenize import run_tokenize
 
     run_tokenize(model, file, as_json=json)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A recording of `headrace serve --record`.")],
+    json: Json = False,
+) -> None:
+    """Decide again what a server decided, and compare: needs no model. Exit code 1 if a plan comes out otherwise.
+
+    \b
+    Example:
+      headrace serve --record run.jsonl
+      headrace replay run.jsonl
+    """
+    from headrace.cli.recording import run_replay
+
+    raise typer.Exit(run_replay(file, as_json=json))
 
 
 app.add_typer(bench, name="bench")

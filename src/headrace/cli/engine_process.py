@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from headrace import __version__, machine
-from headrace.config import BLOCK_TOKENS, EngineConfig, Level, Policy
+from headrace import machine
+from headrace.cli.recording import Recorder
+from headrace.config import BLOCK_TOKENS, NUMERICS_VERSION, EngineConfig, Level, Policy
 from headrace.engine.loop import Engine
 from headrace.engine.prefix import PrefixHasher
 from headrace.engine.scheduler import Scheduler
@@ -103,9 +104,11 @@ def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tup
     config = engine_config(settings, context, num_blocks)
     executor = NativeExecutor(cast("Any", model), config, threads)
     # Everything that keys and values depend on beside the tokens.
-    scope = (__version__, str(model.path), model.level, str(native.level()))
-    scheduler = Scheduler(config, time.monotonic, model.end_token_ids, PrefixHasher(scope, settings.secret))
-    engine = Engine(scheduler, executor)
+    scope = (f"numerics {NUMERICS_VERSION}", str(model.path), model.level, str(native.level()))
+    recorder = Recorder(settings.record, config, model.end_token_ids) if settings.record else None
+    clock = recorder.clock if recorder is not None else time.monotonic
+    scheduler = Scheduler(config, clock, model.end_token_ids, PrefixHasher(scope, settings.secret))
+    engine = Engine(scheduler, executor, record=recorder)
     warm_up(engine, shape.vocab_size, context)
     ready = Ready(
         PROTOCOL_VERSION, context, num_blocks, BLOCK_TOKENS, shape.vocab_size, model.level, str(native.level()), threads, manifest=manifest

@@ -38,6 +38,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
+    record: Path | None = None
 
 
 def engine_settings(settings: EngineSettings, reference: str | None) -> EngineSettings:
@@ -85,6 +86,10 @@ def run_server(options: ServeOptions) -> int:
     from headrace.server.listen import bind, is_loopback  # small imports first: the port, then the engine, then everything else
 
     settings = engine_settings(options.engine, options.reference)
+    if options.record is not None:
+        from headrace.cli.recording import create
+
+        settings = msgspec.structs.replace(settings, record=create(options.record))
     sock = bind(options.host, options.port)
     from headrace.server.worker import Worker
 

@@ -31,6 +31,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     prefix_cache: bool = True
     max_waiting: int = 1024
     secret: bytes = b""  # keys the prefix index
+    record: str = ""  # path of a file to append every decision to
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
