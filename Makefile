@@ -9,7 +9,7 @@ REQUIRE = $(PYTHON) scripts/dependencies.py
 NATIVE := CMakeLists.txt $(wildcard native/*)
 export PATH := $(abspath $(TOOLS))/bin:$(PATH)
 
-.PHONY: setup serve test lint format bench reference clean native
+.PHONY: setup serve test sanitize lint format bench reference clean native
 
 setup: $(VENV)/.package  ## The environment with the default model, nothing else.
 
@@ -43,6 +43,16 @@ serve: setup  ## Serve the default model; flags in ARGS.
 
 test: setup $(VENV)/.test  ## All tests; fails also when the set of skipped tests is not tests/skipped.txt.
 	$(BIN)/python -m pytest -q -p scripts.skips $(ARGS)
+
+# The native code under the address and undefined-behaviour sanitizers: every kernel at every level, the packers, whole programs. Ten minutes.
+SANITIZED := tests/test_attention.py tests/test_gemm_bf16.py tests/test_linear.py tests/test_numerics.py tests/test_pack.py tests/test_rowwise.py \
+  tests/test_sampling.py tests/test_golden_tiny.py
+sanitize: setup $(VENV)/.test
+	PYTHONPATH=$(abspath $(TOOLS)) cmake -G Ninja -S . -B build/sanitize -DHEADRACE_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) > /dev/null
+	PYTHONPATH=$(abspath $(TOOLS)) ninja -C build/sanitize
+	rm -rf build/sanitize/src && cp -r src build/sanitize/src && cp build/sanitize/_native*.so build/sanitize/src/headrace/
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/src \
+	  $(BIN)/python -m pytest -q $(SANITIZED) $(ARGS)
 
 lint: setup $(VENV)/.lint
 	$(BIN)/ruff check .
