@@ -186,8 +186,10 @@ def serve(arguments: list[str]) -> int:
 
     from headrace.server.app import Application, ServerSettings
     from headrace.server.auth import read_keys
-    from headrace.server.listen import bind
-    from headrace.server.run import Runner, quiet_libraries
+    from headrace.server.listen import bind, bind_unix, tls_context
+    from headrace.server.logs import set_up
+    from headrace.server.quotas import Quota
+    from headrace.server.run import Runner
     from headrace.server.worker import Worker
 
     parser = argparse.ArgumentParser()
@@ -205,24 +207,51 @@ def serve(arguments: list[str]) -> int:
     parser.add_argument("--api-key", action="append", default=[])
     parser.add_argument("--allowed-host", action="append", default=[])
     parser.add_argument("--profile", default="")
+    parser.add_argument("--max-queue-time", type=float, default=0.0)
+    parser.add_argument("--policy", default="fcfs")
+    parser.add_argument("--quota", type=int, nargs=3, default=(0, 0, 0))
+    parser.add_argument("--cors-origin", action="append", default=[])
+    parser.add_argument("--read-timeout", type=float, default=30.0)
+    parser.add_argument("--uds", type=Path)
+    parser.add_argument("--tls-cert", type=Path)
+    parser.add_argument("--log-format", default="text")
+    parser.add_argument("--log-content", action="store_true")
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--audit", default="", help="write what this process does to the outside into this file, from when it listens")
     options = parser.parse_args(arguments)
-    quiet_libraries(options.log_level)
-    sock = bind("127.0.0.1", options.port)
+    set_up(options.log_level, options.log_format)
+    sock = bind("127.0.0.1", options.port) if options.uds is None else bind_unix(options.uds)[0]
     names = ("step_ms", "load_s", "fail", "crash_while_loading", "num_blocks")
     settings = EngineSettings(
         model=json.dumps({name: getattr(options, name) for name in names}),
         max_batch_size=options.max_batch_size,
         max_waiting=options.max_waiting,
+        policy=options.policy,
     )
 
     async def main() -> int:
         worker = Worker(settings, command=(sys.executable, THIS_FILE), watchdog_s=options.watchdog_s)
-        keys = read_keys(options.api_key, None, None)
-        app = Application(
-            ServerSettings(("scripted",), max_body_bytes=1 << 20, keys=keys, allowed_hosts=frozenset(options.allowed_host)), worker
-        )
-        runner = Runner(app, sock, ByteTokenizer, shutdown_timeout_s=options.shutdown_timeout)
-        print(sock.getsockname()[1], flush=True)
+        quota = Quota(*options.quota)
+        keys = read_keys(options.api_key, None, None, quota)
+        front = ServerSettings(
+            ("scripted",), 1 << 20, options.policy == "priority", keys, frozenset(options.allowed_host), options.max_queue_time, quota,
+            tuple(options.cors_origin), options.log_content,
+        )  # fmt: skip
+        tracer = None
+        if options.trace:
+            from headrace.server.tracing import open_tracer
+
+            tracer = open_tracer(options.trace)
+        app = Application(front, worker, tracer=tracer)
+        runner = Runner(
+            app, sock, ByteTokenizer,
+            shutdown_timeout_s=options.shutdown_timeout, tls=tls_context(options.tls_cert, None), read_timeout_s=options.read_timeout,
+        )  # fmt: skip
+        print(sock.getsockname()[1] if options.uds is None else 0, flush=True)
+        if options.audit:
+            import audit_hook
+
+            audit_hook.audit(options.audit)
         code = await runner.run()
         if runner.error is not None:
             print(f"error: {runner.error}", file=sys.stderr)

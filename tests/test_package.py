@@ -40,6 +40,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     # A GGUF file carries vocabulary and template; that reader is the one thing text needs of models.
     "text": ({"errors", "config", "text", "models.gguf"}, {"numpy", "tokenizers", "jinja2"}),
     "server": (VOCABULARY | {"server", "text"}, {"starlette", "uvicorn", "msgspec", "prometheus_client", "numpy"}),
+    "server.tracing": ({"errors", "server.report"}, {"opentelemetry"}),
     "server.worker": (VOCABULARY | {"engine", "executors", "models", "server", "text"}, {"msgspec", "numpy", "uvloop"}),
     "bench": ({"errors", "bench"}, {"aiohttp", "rich"}),
     "plan": (VOCABULARY | {"plan", "engine", "executors.simulated", "models.config"}, {"rich"}),
@@ -151,8 +152,9 @@ def test_every_package_has_an_init_and_the_types_are_shipped() -> None:
 
 def test_dependencies_are_imported_and_imports_are_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = {name for extra in ("report", "torch", "hub") for name in project["optional-dependencies"][extra]}
+    optional = {name for extra in ("report", "torch", "hub", "trace") for name in project["optional-dependencies"][extra]}
     declared = {re.match(r"[\w-]+", name).group().replace("-", "_") for name in [*project["dependencies"], *optional]}  # type: ignore[union-attr]
+    declared |= {name.partition("_")[0] for name in declared if name.startswith("opentelemetry")}  # one name space of several packages
     used = {name.partition(".")[0] for module in MODULES for name in imports(module)} - sys.stdlib_module_names - {"headrace"}
     assert used <= declared, f"imported, not in pyproject.toml: {used - declared}"
 

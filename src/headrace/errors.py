@@ -11,6 +11,8 @@ HeadraceError
     ├── ContextLengthExceeded      400 context_length_exceeded, with both numbers
     ├── ModelNotFound              404 model_not_found
     ├── QueueFull                  429 rate_limit_exceeded
+    ├── QueueTimeExceeded          429 queue_time_exceeded: it would wait longer than it may
+    ├── RateLimited                429 rate_limit_exceeded: a key's own limits
     ├── Unavailable                503 unavailable: loading, draining, engine down
     └── EngineFailed               500 engine_error
 """
@@ -49,6 +51,7 @@ class RequestError(HeadraceError):
     status = 400
     type = "invalid_request_error"
     code: str | None = None
+    retry_after_s = 1.0  # for what will pass: 429 and 503
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -76,6 +79,18 @@ class ModelNotFound(RequestError):
 
 
 class QueueFull(RequestError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class QueueTimeExceeded(RequestError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_time_exceeded"
+
+
+class RateLimited(RequestError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"

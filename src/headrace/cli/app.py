@@ -47,6 +47,11 @@ class ReservationName(StrEnum):
     FULL = "full"
 
 
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
 class LogLevel(StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -88,7 +93,10 @@ def serve(
     threads: Threads = 0,
     max_batch_size: BatchSize = 256,
     max_batch_tokens: BatchTokens = 512,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Requests in the queue; more are refused with 429.")] = 1024,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")] = 1024,
+    max_queue_time: Annotated[
+        float, typer.Option(min=0, help="Seconds a request may have to wait; refused at once with 429 if it would be longer. 0: no bound.")
+    ] = 0.0,
     step_target: Annotated[float, typer.Option(min=0, max=3600, help="Seconds a step should take at most; cuts prompts.")] = 0.2,
     policy: Annotated[
         PolicyName,
@@ -109,12 +117,29 @@ def serve(
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="Further name in the Host header; on a loopback address others are refused.")
     ] = None,
+    rpm: Annotated[int, typer.Option(min=0, help="Requests a minute of each key, where its file says nothing else. 0: no limit.")] = 0,
+    tpm: Annotated[int, typer.Option(min=0, help="Tokens a minute of each key, prompts and answers. 0: no limit.")] = 0,
+    concurrent: Annotated[int, typer.Option(min=0, help="Requests of each key at once. 0: no limit.")] = 0,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may call this server, such as https://chat.example.org; * for all.")
+    ] = None,
+    uds: Annotated[Path | None, typer.Option(help="Listen on this unix socket (mode 0600) instead of a port.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate chain: serve HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its private key, if that is not in the same file.")] = None,
     max_body_size: Annotated[str, typer.Option(help="Largest request body.")] = "4MiB",
+    read_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a client has to send a request's head, and again its body.")] = 30.0,
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds running requests get after SIGTERM.")] = 10.0,
     log_level: Annotated[LogLevel, typer.Option(help="What is logged; info: a line a request.")] = LogLevel.INFO,
     record: Annotated[
         Path | None, typer.Option(help="Write every decision of the engine there, for `headrace replay`. Holds prompts.")
     ] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Lines for people, or an object a line.")] = LogFormat.TEXT,
+    log_content: Annotated[
+        bool, typer.Option("--log-content", help="Log prompts and answers too. They are nobody else's business.")
+    ] = False,
+    trace: Annotated[
+        str, typer.Option(help="Send OpenTelemetry traces to this address (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces.")
+    ] = "",
 ) -> None:
     """Serve a model over an OpenAI-compatible API.
 
@@ -126,6 +151,7 @@ def serve(
     """
     from headrace.cli.serve import ServeOptions, run_server
     from headrace.server.messages import EngineSettings
+    from headrace.server.quotas import Quota
 
     options = ServeOptions(
         reference=model,
@@ -139,6 +165,16 @@ def serve(
         api_key_file=api_key_file,
         allowed_hosts=tuple(allowed_host or ()),
         record=record,
+        quota=Quota(rpm, tpm, concurrent),
+        max_queue_time_s=max_queue_time,
+        read_timeout_s=read_timeout,
+        cors_origins=tuple(cors_origin or ()),
+        uds=uds,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        log_format=log_format.value,
+        log_content=log_content,
+        trace=trace,
         engine=EngineSettings(
             model="",
             level=level.value,
@@ -152,7 +188,7 @@ def serve(
             batching=batching.value,
             kv_reservation=kv_reservation.value,
             prefix_cache=not no_prefix_cache,
-            max_waiting=max_waiting,
+            max_waiting=max_queue,
         ),
     )
     raise typer.Exit(run_server(options))

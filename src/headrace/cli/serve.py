@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace import __version__
+from headrace import __version__, machine
 from headrace.errors import MemoryBudgetExceeded, ModelError, UsageError
+from headrace.server.logs import say, set_up
 from headrace.server.messages import EngineSettings, Planned, Ready
+from headrace.server.quotas import NO_QUOTA, Quota
 
 if TYPE_CHECKING:
     from headrace.server.codec import TextCodec
@@ -39,6 +42,16 @@ class ServeOptions:
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     record: Path | None = None
+    quota: Quota = NO_QUOTA
+    max_queue_time_s: float = 0.0
+    read_timeout_s: float = 30.0
+    cors_origins: tuple[str, ...] = ()
+    uds: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    log_format: str = "text"
+    log_content: bool = False
+    trace: str = ""
 
 
 def engine_settings(settings: EngineSettings, reference: str | None) -> EngineSettings:
@@ -76,63 +89,88 @@ def parse_size(text: str) -> int:
     return int(digits) * units[unit]
 
 
+def check_origins(origins: Sequence[str]) -> tuple[str, ...]:
+    """Origins as browsers write them, or * for all. Raises UsageError."""
+    for origin in origins:
+        parts = urlsplit(origin)
+        if origin != "*" and (not parts.netloc or origin not in (f"http://{parts.netloc}", f"https://{parts.netloc}")):
+            raise UsageError(f"--cors-origin: expected an origin such as https://chat.example.org, or *, got {origin!r}")
+    return tuple(origin.lower() for origin in origins)
+
+
 def run_server(options: ServeOptions) -> int:
     """Serve until stopped. Returns the exit code; raises HeadraceError for what a person can change."""
     started = time.monotonic()
-    max_body = parse_size(options.max_body)
+    max_body, origins = parse_size(options.max_body), check_origins(options.cors_origins)
     from headrace.server.auth import ENVIRONMENT, read_keys
 
-    keys = read_keys(options.api_keys, options.api_key_file, os.environ.pop(ENVIRONMENT, None))  # the engine process need not have them
-    from headrace.server.listen import bind, is_loopback  # small imports first: the port, then the engine, then everything else
+    # The engine process need not have the keys.
+    keys = read_keys(options.api_keys, options.api_key_file, os.environ.pop(ENVIRONMENT, None), options.quota)
+    from headrace.server.listen import bind, bind_unix, is_loopback, remove_unix, tls_context  # small imports first: the port comes first
 
+    form = options.log_format
+    set_up(options.log_level, form)
     settings = engine_settings(options.engine, options.reference)
     if options.record is not None:
         from headrace.cli.recording import create
 
         settings = msgspec.structs.replace(settings, record=create(options.record))
-    sock = bind(options.host, options.port)
+    tls = tls_context(options.tls_cert, options.tls_key)
+    machine.raise_file_limit()
+    tracer = None
+    if options.trace:
+        from headrace.server.tracing import open_tracer
+
+        tracer = open_tracer(options.trace)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    inode = 0
+    if options.uds is not None:
+        sock, inode = bind_unix(options.uds)
+        url = f"unix:{options.uds}"
+    else:
+        sock = bind(options.host, options.port)
+        url = f"{'https' if tls else 'http'}://{host}:{sock.getsockname()[1]}"
     from headrace.server.worker import Worker
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
     def planned(plan: Planned) -> None:
-        say(plan.text)
+        say(plan.text, form)
 
     names = options.names or (model_name(options.reference, settings.model),)
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"http://{host}:{sock.getsockname()[1]}"
-    say(f"headrace {__version__}: loading {names[0]}, listening on {url}")
+    say(f"headrace {__version__}: loading {names[0]}, listening on {url}", form)
     local = is_loopback(sock)
     if not len(keys) and not local:
-        say(f"warning: anybody who reaches {host} can use this server: there is no API key (--api-key-file)")
+        say(f"warning: anybody who reaches {host} can use this server: there is no API key (--api-key-file)", form)
     worker = Worker(settings, on_planned=planned)
     worker.spawn()
 
     import uvloop
 
     from headrace.server.app import Application, ServerSettings
-    from headrace.server.run import Runner, quiet_libraries
-
-    quiet_libraries(options.log_level)
+    from headrace.server.run import Runner
 
     async def main() -> int:
-        hosts = (
-            frozenset(name.lower() for name in (*LOOPBACK_NAMES, host, *options.allowed_hosts))
-            if local
-            else frozenset(options.allowed_hosts)
-        )
-        app = Application(ServerSettings(names, max_body, settings.policy == "priority", keys, hosts), worker)
+        hosts = {name.lower() for name in options.allowed_hosts}
+        if local and options.uds is None:
+            hosts |= {*LOOPBACK_NAMES, host.lower()}
+        front = ServerSettings(
+            names, max_body, settings.policy == "priority", keys, frozenset(hosts), options.max_queue_time_s, options.quota,
+            origins, options.log_content,
+        )  # fmt: skip
+        app = Application(front, worker, tracer=tracer)
 
         def ready() -> None:
             engine: Ready | None = worker.ready
             if engine is not None:
                 say(
                     f"ready in {time.monotonic() - started:.2f} s: {url}/v1 ({engine.level}, {engine.isa}, {engine.threads} threads, "
-                    f"context {engine.context_length})"
+                    f"context {engine.context_length})",
+                    form,
                 )
 
-        runner = Runner(app, sock, load_codec(settings.model), shutdown_timeout_s=options.shutdown_timeout_s, on_ready=ready)
+        runner = Runner(
+            app, sock, load_codec(settings.model),
+            shutdown_timeout_s=options.shutdown_timeout_s, on_ready=ready, tls=tls, read_timeout_s=options.read_timeout_s,
+        )  # fmt: skip
         code = await runner.run()
         if runner.error is not None:
             if isinstance(runner.error, UsageError | ModelError | MemoryBudgetExceeded):
@@ -140,4 +178,8 @@ def run_server(options: ServeOptions) -> int:
             print(f"error: {runner.error}", file=sys.stderr)
         return code
 
-    return uvloop.run(main())
+    try:
+        return uvloop.run(main())
+    finally:
+        if options.uds is not None:
+            remove_unix(options.uds, inode)

@@ -7,6 +7,7 @@ loop, and is where the API process spends its time: a stream's chunk is two read
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,13 +19,17 @@ from headrace.errors import EngineFailed, RequestError
 from headrace.request import SamplingParams, Submit
 from headrace.server.codec import Detokenizer, TextCodec
 from headrace.server.formats import DONE, Endpoint, Format, error_body, usage
+from headrace.server.front import Front
 from headrace.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
 from headrace.server.metrics import Metrics
+from headrace.server.queue import Waiting
+from headrace.server.report import Ended
 from headrace.server.wire import SlowReader, Wire
 from headrace.server.worker import OpenSample, Worker
 
 log = logging.getLogger("headrace.request")
 
+LONG_WAIT_S = 1.0  # an expectation worth a line in the log
 JSON_HEADERS = [(b"content-type", b"application/json")]
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -111,6 +116,7 @@ class Part:
         self.num_prompt = len(prompt)
         self.request_id = 0
         self.done = False
+        self.waiting: Waiting | None = None  # its place in the queue's account, once it is submitted
         self.submitted_at = 0.0
         self.admitted_at = 0.0  # first scheduled
         self.first_at = 0.0
@@ -124,11 +130,16 @@ class Part:
     def admitted(self, time: float, cached_tokens: int) -> None:
         if not self.admitted_at:
             self.admitted_at = max(time, self.submitted_at)
+            self.leave_queue(admitted=True)
             self.cached_tokens = cached_tokens
             metrics = self.answer.metrics
             metrics.queue.observe(self.admitted_at - self.submitted_at)
             metrics.prompt_tokens += self.num_prompt
             metrics.cached_tokens += cached_tokens
+
+    def leave_queue(self, *, admitted: bool) -> None:
+        if self.waiting is not None:
+            self.answer.front.queue.leave(self.waiting, admitted=admitted)
 
     def stalled(self, seconds: float) -> None:
         self.stalled_s[1 if self.first_at else 0] += seconds
@@ -181,6 +192,7 @@ class Part:
 
     def failed(self, error: RequestError) -> None:
         self.done = True
+        self.leave_queue(admitted=False)
         self.answer.fail(error)
 
 
@@ -188,7 +200,18 @@ class Answer:
     """The response to one request. Subclasses say how text leaves."""
 
     def __init__(
-        self, work: Work, fmt: Format, wire: Wire, worker: Worker, codec: TextCodec, metrics: Metrics, *, request_id: str, arrived_at: float
+        self,
+        work: Work,
+        fmt: Format,
+        wire: Wire,
+        worker: Worker,
+        codec: TextCodec,
+        metrics: Metrics,
+        front: Front,
+        *,
+        request_id: str,
+        arrived_at: float,
+        traceparent: str = "",
     ) -> None:
         self.work = work
         self.format = fmt
@@ -198,7 +221,10 @@ class Answer:
         self.arrived_at = arrived_at
         self.ended = False
         self.parts: list[Part] = []
+        self.front = front
+        self.traceparent = traceparent
         self._worker = worker
+        self._codec = codec
         writer: Callable[[TextCodec], LogprobWriter] = ChatLogprobs if work.endpoint == "chat" else CompletionLogprobs
         for prompt in work.prompts:
             first = len(self.parts) * work.num_samples
@@ -213,8 +239,9 @@ class Answer:
 
     def begin(self) -> None:
         """Send the prompts to the engine."""
-        work = self.work
+        work, queue = self.work, self.front.queue
         self.metrics.open_requests += 1
+        self.front.quotas.charge(work.tenant, sum(part.num_prompt for part in self.parts))
         for part, prompt in zip(self.parts, work.prompts, strict=True):
             part.submitted_at = now = time.monotonic()
 
@@ -231,7 +258,11 @@ class Answer:
                     tenant=work.tenant,
                 )
 
+            part.waiting = queue.enter(self.request_id, work.tenant, part.num_prompt, work.priority)
             part.request_id = self._worker.submit(make, part)
+        last = self.parts[-1].waiting
+        if last is not None and last.expected_s >= LONG_WAIT_S:
+            self.front.reporter.waits(self.request_id, work.tenant, last.ahead + 1, last.expected_s)
 
     def flush(self, part: Part) -> bool:
         """Deliver what is new. True: the part is over."""
@@ -242,7 +273,16 @@ class Answer:
         raise NotImplementedError
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        return [(b"x-request-id", self.request_id.encode())]
+        """Who it is, how long it waited and was expected to, and what is left of its key's limits."""
+        found = [(b"x-request-id", self.request_id.encode()), *self.front.quotas.headers(self.work.tenant)]
+        part = max(self.parts, key=lambda part: part.admitted_at)
+        if part.waiting is not None and part.admitted_at:
+            found += [
+                (b"x-queue-ms", b"%.1f" % (1000 * (part.admitted_at - part.submitted_at))),
+                (b"x-queue-position", b"%d" % (part.waiting.ahead + 1)),
+                (b"x-queue-expected-ms", b"%.1f" % (1000 * part.waiting.expected_s)),
+            ]
+        return found
 
     # Ends
 
@@ -250,7 +290,7 @@ class Answer:
         """The client is gone, or as good as gone."""
         if not self.ended:
             self._abort_parts()
-            self._end("aborted", why)
+            self._end("aborted", why, 499)
             self.wire.close()
 
     def fail(self, error: RequestError) -> None:
@@ -258,7 +298,7 @@ class Answer:
         if self.ended:
             return
         self._abort_parts()
-        self._end("refused" if error.status < 500 else "failed", error.code or "error")
+        self._end("refused" if error.status < 500 else "failed", error.code or "error", error.status)
         try:
             if self.wire.started:
                 self.wire.write(b"data: " + error_body(error) + b"\n\n" + DONE, more=False)
@@ -271,26 +311,39 @@ class Answer:
         for part in self.parts:
             if not part.done:
                 part.done = True
+                part.leave_queue(admitted=False)
                 self._worker.abort(part.request_id)
 
-    def _end(self, outcome: str, detail: str) -> None:
+    def _end(self, outcome: str, detail: str, status: int) -> None:
         self.ended = True
-        metrics = self.metrics
+        metrics, work, front = self.metrics, self.work, self.front
         metrics.open_requests -= 1
-        metrics.ended(self.work.endpoint, outcome)
-        if log.isEnabledFor(logging.INFO):
-            t = self.timings()
-            log.info(
-                "%s %s %s: prompt %d cached %d completion %d tokens; queue %.1f prefill %.1f decode %.1f total %.1f ms",
-                self.request_id, self.work.endpoint, detail, *self._counts(), t["queue"], t["prefill"], t["decode"], t["total"],
-            )  # fmt: skip
+        metrics.ended(work.endpoint, outcome)
+        prompt, cached, completion = self._counts()
+        front.quotas.charge(work.tenant, completion)
+        first = [part.first_at for part in self.parts if part.first_at]
+        front.reporter.ended(
+            Ended(
+                self.request_id, work.endpoint, work.tenant, status, detail, self.format.model, self.traceparent, prompt, cached,
+                completion, round(1000 * (min(first) - self.arrived_at), 3) if first else None, self.timings(), self._content,
+            )
+        )  # fmt: skip
+
+    def _content(self) -> tuple[list[str], list[str]]:
+        """The prompts and the answers as texts, for a log that is to have them."""
+
+        def text(ids: Sequence[int]) -> str:
+            detokenizer = self._codec.detokenizer()
+            return detokenizer.add(ids) + detokenizer.finish()
+
+        return [text(ids) for ids in self.work.prompts], [text(sample.tokens) for part in self.parts for sample in part.samples]
 
     def _complete(self) -> None:
         """All parts are done."""
         reasons = [sample.finish for part in self.parts for sample in part.samples]
         outcome = "stop" if reasons[0] == "stop" else "length"
         self.metrics.total.observe(time.monotonic() - self.arrived_at)
-        self._end(outcome, outcome)
+        self._end(outcome, outcome, 200)
 
     def _counts(self) -> tuple[int, int, int]:
         """Prompt, cached and completion tokens."""
@@ -329,4 +382,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 def retry_headers(error: RequestError) -> list[tuple[bytes, bytes]]:
     """When to come again, for refusals that will pass."""
-    return [(b"retry-after", b"1")] if error.status in (429, 503) else []
+    if error.status not in (429, 503):
+        return []
+    seconds = max(1, math.ceil(error.retry_after_s))
+    return [(b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % math.ceil(1000 * error.retry_after_s))]

@@ -32,9 +32,14 @@ from headrace.server.answer import Answer
 from headrace.server.auth import Guarded, Keys, WrongHost, check_host, refuse
 from headrace.server.codec import TextCodec
 from headrace.server.formats import encode, error_body
+from headrace.server.front import Front
 from headrace.server.generation import INLINE_CHARS, Disconnected, Generate, unknown_model
+from headrace.server.logs import fields
 from headrace.server.messages import Ready
 from headrace.server.metrics import Metrics, exposition
+from headrace.server.queue import Queue
+from headrace.server.quotas import NO_QUOTA, Quota, Quotas
+from headrace.server.report import Reporter, Tracer
 from headrace.server.tokens import Tokens
 from headrace.server.worker import Worker
 
@@ -42,6 +47,7 @@ log = logging.getLogger("headrace.http")
 
 Scope = MutableMapping[str, Any]
 MAX_PENDING_TEXTS = 256
+PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines: not logged
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -54,14 +60,23 @@ class ServerSettings:
     has_priorities: bool = False
     keys: Keys = field(default_factory=lambda: Keys({}))  # none: every caller is let in
     allowed_hosts: frozenset[str] = frozenset()  # of the Host header; none: all
+    max_queue_time_s: float = 0.0  # 0: no bound
+    quota: Quota = NO_QUOTA  # of each key that has none of its own
+    cors_origins: tuple[str, ...] = ()
+    log_content: bool = False
 
 
 class Application:
     """The ASGI application and the state it serves from."""
 
-    def __init__(self, settings: ServerSettings, worker: Worker, metrics: Metrics | None = None) -> None:
+    def __init__(self, settings: ServerSettings, worker: Worker, metrics: Metrics | None = None, tracer: Tracer | None = None) -> None:
         self.settings = settings
         self.metrics = metrics or Metrics()
+        self.front = Front(
+            Queue(worker.settings.policy, worker.settings.max_waiting, settings.max_queue_time_s),
+            Quotas(settings.quota, settings.keys.quotas),
+            Reporter(with_content=settings.log_content, tracer=tracer),
+        )
         self.codec: TextCodec | None = None
         self.draining = False
         self.created = int(time.time())
@@ -87,6 +102,7 @@ class Application:
                 route("/v1/models/{name:path}", self._model, "GET"),
                 route("/tokenize", tokens.tokenize, "POST"),
                 route("/detokenize", tokens.detokenize, "POST"),
+                route("/queue", self._queue, "GET"),
                 route("/metrics", self._metrics, "GET"),
                 route("/health", self._health, "GET", open_to_all=True),
                 route("/ready", self._ready, "GET", open_to_all=True),
@@ -106,11 +122,13 @@ class Application:
             scope["headrace.arrived"] = time.monotonic()
             scope["headrace.send"] = send
             scope["headrace.request_id"] = _request_id(scope)
+            sent = send if scope["path"] in PROBES else _logged(scope, send)
             try:
                 check_host(scope["headers"], self.settings.allowed_hosts)
             except WrongHost as error:
-                await refuse(scope, send, error)
+                await refuse(scope, sent, error)
                 return
+            send = sent
         await self._router(scope, receive, send)
 
     # What the worker tells
@@ -125,6 +143,7 @@ class Application:
     def _on_events(self, events: StepEvents) -> None:
         if events.stats is not None:
             self.metrics.observe_step(events.stats)
+            self.front.queue.computed(events.stats.step_tokens)
 
     @property
     def is_ready(self) -> bool:
@@ -193,7 +212,22 @@ class Application:
         response.headers["retry-after"] = "1"
         return response
 
+    async def _queue(self, request: Request) -> Response:
+        """The caller's own requests that wait, and what a newcomer of its would."""
+        tenant, queue = request.scope.get("headrace.tenant", ""), self.front.queue
+        now = time.monotonic()
+        waiting = [
+            {
+                "request_id": it.request_id, "position": position, "waited_ms": round(1000 * (now - it.since), 1),
+                "expected_wait_ms": round(1000 * expected_s, 1),
+            }
+            for it, position, expected_s in queue.places(tenant)
+        ]  # fmt: skip
+        expected_ms = round(1000 * queue.expected_s(tenant), 1)
+        return _json(request, 200, {"object": "queue", "waiting": len(queue), "expected_wait_ms": expected_ms, "data": waiting})
+
     async def _metrics(self, request: Request) -> Response:
+        self.metrics.queue_expected_s = self.front.queue.expected_s()
         self.metrics.engine_up = self.worker.ready is not None
         self.metrics.engine_restarts = self.worker.restarts
         self.metrics.memory = self.worker.memory
@@ -204,6 +238,24 @@ class Application:
 def _longest(engine: Ready) -> int:
     """Tokens a request can have: what the model knows, and what the KV pool holds."""
     return min(engine.context_length, engine.num_blocks * engine.block_tokens)
+
+
+def _logged(scope: Scope, send: Any) -> Any:
+    """`send` with a line in the log when the response begins. Generation has its own `send`, and its own line."""
+
+    async def logged(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start" and log.isEnabledFor(logging.INFO):
+            took = 1000 * (time.monotonic() - scope["headrace.arrived"])
+            log.info(
+                "request",
+                extra=fields(
+                    request_id=scope["headrace.request_id"], key=scope.get("headrace.tenant") or None, method=scope["method"],
+                    path=scope["path"][:100], status=message["status"], duration_ms=round(took, 3),
+                ),
+            )  # fmt: skip
+        await send(message)
+
+    return logged
 
 
 def _request_id(scope: Scope) -> str:

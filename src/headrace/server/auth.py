@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.errors import RequestError, UsageError
 from headrace.server.formats import error_body
+from headrace.server.quotas import NO_QUOTA, Quota
 
 Scope = MutableMapping[str, Any]
 ENVIRONMENT = "HEADRACE_API_KEYS"
@@ -46,8 +47,9 @@ def check_host(headers: Iterable[tuple[bytes, bytes]], allowed: frozenset[str]) 
 class Keys:
     """Names by key. Only digests are kept."""
 
-    def __init__(self, keys: dict[str, str]) -> None:
-        """`keys`: name -> key."""
+    def __init__(self, keys: dict[str, str], quotas: dict[str, Quota] | None = None) -> None:
+        """`keys`: name -> key; `quotas`: name -> limits, of the keys that have their own."""
+        self.quotas = quotas or {}
         self._digests = [(name, hashlib.sha256(key.encode()).digest()) for name, key in keys.items()]
 
     def __len__(self) -> int:
@@ -106,8 +108,9 @@ async def refuse(scope: Scope, send: Any, error: RequestError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def read_keys(given: Sequence[str], file: Path | None, environment: str | None) -> Keys:
-    """Keys from flags, a file (one a line, # comments) and the environment (commas between): `NAME=KEY`, or `KEY` alone.
+def read_keys(given: Sequence[str], file: Path | None, environment: str | None, quota: Quota = NO_QUOTA) -> Keys:
+    """Keys from flags, a file (one a line, # comments) and the environment (commas between): `NAME=KEY`, or `KEY` alone,
+    and after it the key's own limits, such as `rpm=60`, where they are not those of `quota`.
 
     Raises UsageError, which never repeats a key.
     """
@@ -124,9 +127,10 @@ def read_keys(given: Sequence[str], file: Path | None, environment: str | None) 
             raise UsageError(f"--api-key-file: {file} has no key")
         sources.append((f"--api-key-file {file}", found))
     keys: dict[str, str] = {}
+    quotas: dict[str, Quota] = {}
     for where, entries in sources:
         for entry in entries:
-            text = entry.strip()
+            text, *options = entry.split() or [""]
             if not text and where != "--api-key":
                 continue
             named = _NAMED.fullmatch(text)
@@ -138,4 +142,6 @@ def read_keys(given: Sequence[str], file: Path | None, environment: str | None) 
             if key in keys.values():
                 raise UsageError(f"{where}: {name} has the same key as another name")
             keys[name] = key
-    return Keys(keys)
+            if options:
+                quotas[name] = quota.with_options(options, f"{where}: {name}")
+    return Keys(keys, quotas)

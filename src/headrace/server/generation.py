@@ -13,6 +13,8 @@ from headrace.server import protocol
 from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
 from headrace.server.codec import TextCodec
 from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, error_body
+from headrace.server.limits import refuse_shape
+from headrace.server.report import Ended, traceparent_of
 from headrace.server.responses import StreamAnswer, WholeAnswer
 from headrace.server.wire import Wire
 
@@ -51,17 +53,31 @@ class Generate:
         extensions = scope.get("extensions") or {}
         # The server's own `send`: the router's wrappers around it watch for exceptions, and none leave here.
         wire = Wire(scope["headrace.send"], extensions.get("headrace.abort"), extensions.get("headrace.write"))
-        request_id: str = scope["headrace.request_id"]
+        tenant: str = scope.get("headrace.tenant", "")
+        try:
+            _ = app.limits  # what cannot be served now is refused first, and before its body is read
+            app.front.queue.check(tenant)
+            app.front.quotas.enter(tenant)
+        except RequestError as error:
+            self._refuse(wire, scope, error)
+            return
+        try:
+            await self._serve(scope, receive, wire)
+        finally:
+            app.front.quotas.leave(tenant)
+
+    async def _serve(self, scope: Scope, receive: Any, wire: Wire) -> None:
+        app, request_id = self._app, scope["headrace.request_id"]
         try:
             answer = await self._prepare(scope, receive, wire, request_id)
         except Disconnected:
             return
         except RequestError as error:
-            self._refuse(wire, request_id, error)
+            self._refuse(wire, scope, error)
             return
         except Exception:
             log.exception("%s: request could not be prepared", request_id)
-            self._refuse(wire, request_id, EngineFailed("internal error"))
+            self._refuse(wire, scope, EngineFailed("internal error"))
             return
         app.answers.add(answer)
         app.idle.clear()
@@ -75,19 +91,28 @@ class Generate:
             if not app.answers:
                 app.idle.set()
 
-    def _refuse(self, wire: Wire, request_id: str, error: RequestError) -> None:
-        self._app.metrics.ended(self._endpoint, "refused" if error.status < 500 or error.status == 503 else "failed")
-        log.info("%s %s refused: %d %s", request_id, self._endpoint, error.status, error.code)
-        headers = [*JSON_HEADERS, (b"x-request-id", request_id.encode()), *retry_headers(error)]
-        if error.status == 413 or self._app.draining:
+    def _refuse(self, wire: Wire, scope: Scope, error: RequestError) -> None:
+        app, tenant, request_id = self._app, scope.get("headrace.tenant", ""), scope["headrace.request_id"]
+        headers = [*JSON_HEADERS, (b"x-request-id", request_id.encode()), *retry_headers(error), *app.front.quotas.headers(tenant)]
+        if error.status in (408, 413) or app.draining:
             headers.append((b"connection", b"close"))
         wire.respond(error.status, headers, error_body(error))
+        took = time.monotonic() - scope["headrace.arrived"]
+        app.metrics.ended(self._endpoint, "refused" if error.status < 500 or error.status == 503 else "failed")
+        if error.status == 429:
+            app.metrics.refusal.observe(took)
+        app.front.reporter.ended(
+            Ended(
+                request_id, self._endpoint, tenant, error.status, error.code or "error", app.settings.model_names[0],
+                traceparent_of(scope["headers"]), timings={"total": round(1000 * took, 3)},
+            )
+        )  # fmt: skip
 
     async def _prepare(self, scope: Scope, receive: Any, wire: Wire, request_id: str) -> Answer:
         app = self._app
-        limits = app.limits
         body = await read_body(scope, receive, app.settings.max_body_bytes)
         limits = app.limits  # again: the body may have taken its time
+        tenant: str = scope.get("headrace.tenant", "")
         codec = app.codec
         if codec is None:
             raise Unavailable("the model is still loading")
@@ -98,6 +123,7 @@ class Generate:
             messages = protocol.message_rows(chat.messages)
             texts = [message["content"] for message in messages]
             self._check_model(request)
+            app.front.queue.check(tenant, request.priority or 0)
             chars = _check_texts(codec, texts, request, limits)
             prompts = await app.off_loop(lambda: [codec.encode_chat(messages)], chars)
         else:
@@ -105,6 +131,7 @@ class Generate:
             asked = completion.max_tokens or protocol.COMPLETION_TOKENS
             logprobs = -1 if completion.logprobs is None else completion.logprobs
             self._check_model(request)
+            app.front.queue.check(tenant, request.priority or 0)
             given = protocol.completion_prompts(completion, limits.vocab_size)
             chars = _check_texts(codec, [each for each in given if isinstance(each, str)], request, limits)
             prompts = await app.off_loop(
@@ -114,7 +141,6 @@ class Generate:
             prompts = [ids[-request.truncate_prompt_tokens :] for ids in prompts]
         max_tokens = _max_tokens(prompts, asked, limits.context_length)
         stream = bool(request.stream)
-        tenant: str = scope.get("headrace.tenant", "")
         salt = f"{tenant}\n{request.cache_salt or ''}"  # one key's prompts are nobody else's to time
         if request.cache_prompt is False:
             salt = f"{salt}/{random.getrandbits(64):x}"  # shares blocks with nobody
@@ -140,7 +166,10 @@ class Generate:
             with_usage=bool(options is not None and options.include_usage),
         )
         make: type[Answer] = StreamAnswer if stream else WholeAnswer
-        return make(work, fmt, wire, app.worker, codec, app.metrics, request_id=request_id, arrived_at=scope["headrace.arrived"])
+        return make(
+            work, fmt, wire, app.worker, codec, app.metrics, app.front,
+            request_id=request_id, arrived_at=scope["headrace.arrived"], traceparent=traceparent_of(scope["headers"]),
+        )  # fmt: skip
 
     def _check_model(self, request: protocol.Common) -> None:
         if request.model is not None and request.model not in self._app.settings.model_names:
@@ -201,4 +230,5 @@ async def read_body(scope: Scope, receive: Any, limit: int) -> bytes:
         if len(body) > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes")
         if not message.get("more_body", False):
+            refuse_shape(body)
             return bytes(body)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,13 +24,44 @@ class _HeaderLimit(Exception):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Counts header bytes before they are kept, and lets a response break its connection off."""
+    """Counts header bytes before they are kept, gives a request a time to come in, and lets a response break its connection off."""
+
+    read_timeout_s = 30.0  # for a request's head, and again for its body
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_headers = False
         self._header_bytes = 0
         self._refusal = (400, "the request is not valid HTTP")
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def _expect_more(self) -> None:
+        self._expect_nothing()
+        self._deadline = self.loop.call_later(self.read_timeout_s, self._too_slow)
+
+    def _expect_nothing(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        if self.flow.read_paused:  # it is we who do not read
+            self._expect_more()
+            return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and (self._in_headers or self.pipeline or self.cycle.response_started):
+            self.transport.abort()  # an error now would land in the middle of an answer
+        elif not self.transport.is_closing():
+            self._refusal = (408, f"the request did not come within {self.read_timeout_s:g} s")
+            self.send_400_response("")
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -42,6 +75,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_headers = True
         self._header_bytes = 0
+        self._expect_more()
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -57,9 +91,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
+        self._expect_more()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope["extensions"] = {"headrace.abort": self.transport.abort, "headrace.write": self._direct_write()}
+
+    def on_message_complete(self) -> None:
+        self._expect_nothing()
+        super().on_message_complete()
 
     def _direct_write(self) -> Callable[[bytes], bool]:
         """What the response's `send` does with one more part of a chunked body, without its cost. False: it must go through `send`."""
@@ -94,10 +133,12 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def make_server(app: Any, *, backlog: int = 2048, keep_alive_s: int = 30) -> HttpServer:
+def make_server(
+    app: Any, *, tls: ssl.SSLContext | None = None, backlog: int = 2048, keep_alive_s: int = 30, read_timeout_s: float = 30.0
+) -> HttpServer:
     config = uvicorn.Config(
         app,
-        http=HttpProtocol,
+        http=type("HttpProtocol", (HttpProtocol,), {"read_timeout_s": read_timeout_s}),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -108,4 +149,6 @@ def make_server(app: Any, *, backlog: int = 2048, keep_alive_s: int = 30) -> Htt
         timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=2,
     )
+    config.load()
+    config.ssl = tls
     return HttpServer(config)

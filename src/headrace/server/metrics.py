@@ -63,6 +63,8 @@ class Metrics:
         self.first_token = Histogram()
         self.inter_token = Histogram()
         self.total = Histogram()
+        self.refusal = Histogram()
+        self.queue_expected_s = 0.0  # of a newcomer, at the scrape
         self.step = Histogram()
         self.batch = Histogram(SIZE_BUCKETS)
         self.prompt_tokens = 0  # of admitted requests, cached ones included
@@ -131,6 +133,8 @@ class Collector:
         yield histogram("request_prefill_seconds", "From first scheduled until the first token", m.prefill)
         yield histogram("time_to_first_token_seconds", "From received until the first token", m.first_token)
         yield histogram("inter_token_seconds", "Gap before each token after the first of its sample", m.inter_token)
+        yield histogram("refusal_seconds", "From received until a 429 was written", m.refusal)
+        yield gauge("queue_expected_seconds", "How long a newcomer would wait in the queue", m.queue_expected_s)
         yield histogram("request_seconds", "From received until the answer was complete", m.total)
         yield counter("prompt_tokens", "Prompt tokens of scheduled requests, cached ones included", m.prompt_tokens)
         yield counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache", m.cached_tokens)

@@ -8,12 +8,13 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable
-from typing import Any
 
 from headrace.errors import HeadraceError, Unavailable
 from headrace.server.app import Application
 from headrace.server.codec import TextCodec
+from headrace.server.cors import with_cors
 from headrace.server.http import make_server
 
 log = logging.getLogger("headrace")
@@ -32,6 +33,8 @@ class Runner:
         *,
         shutdown_timeout_s: float = 10.0,
         on_ready: Callable[[], None] = lambda: None,
+        tls: ssl.SSLContext | None = None,
+        read_timeout_s: float = 30.0,
     ) -> None:
         self.app = app
         app.when_ready, app.when_fatal = self.announce, self.on_fatal
@@ -40,7 +43,7 @@ class Runner:
         self._load_codec = load_codec
         self._shutdown_timeout_s = shutdown_timeout_s
         self._on_ready = on_ready
-        self._server = make_server(app)
+        self._server = make_server(with_cors(app, app.settings.cors_origins), tls=tls, read_timeout_s=read_timeout_s)
         self._exit_code = EXIT_OK
         self._stopping: asyncio.Task[None] | None = None
         self._announced = False
@@ -57,6 +60,7 @@ class Runner:
         finally:
             loading.cancel()
             await self.app.worker.close()
+            await loop.run_in_executor(None, self.app.front.reporter.close)
         return self._exit_code
 
     async def _load_text(self) -> None:
@@ -113,10 +117,3 @@ class Runner:
 
     def _exit(self) -> None:
         self._server.should_exit = True
-
-
-def quiet_libraries(level: Any) -> None:
-    """One handler, one form, for us and what we stand on."""
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
