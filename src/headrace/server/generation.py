@@ -13,7 +13,7 @@ from headrace.server import protocol
 from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
 from headrace.server.codec import TextCodec
 from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, error_body
-from headrace.server.limits import refuse_shape
+from headrace.server.limits import refuse_long_text, refuse_shape
 from headrace.server.report import Ended, traceparent_of
 from headrace.server.responses import StreamAnswer, WholeAnswer
 from headrace.server.wire import Wire
@@ -124,7 +124,7 @@ class Generate:
             texts = [message["content"] for message in messages]
             self._check_model(request)
             app.front.queue.check(tenant, request.priority or 0)
-            chars = _check_texts(codec, texts, request, limits)
+            chars = _check_texts(codec, texts, request, limits, together=True)
             prompts = await app.off_loop(lambda: [codec.encode_chat(messages)], chars)
         else:
             request = completion = protocol.parse_completion(body)
@@ -176,15 +176,18 @@ class Generate:
             raise unknown_model(request.model)
 
 
-def _check_texts(codec: TextCodec, texts: list[str], request: protocol.Common, limits: protocol.Limits) -> int:
-    """Refuse what is far too long before working on it. Returns the characters in all."""
-    limit = limits.context_length
-    for text in texts:
-        if len(text) > INLINE_CHARS and request.truncate_prompt_tokens is None and (least := codec.min_tokens(text)) > limit:
-            raise ContextLengthExceeded(
-                f"the prompt has at least {least} tokens: prompt and answer together may have {limit}", param="prompt"
-            )
-    return sum(map(len, texts))
+def _check_texts(codec: TextCodec, texts: list[str], request: protocol.Common, limits: protocol.Limits, *, together: bool = False) -> int:
+    """Refuse what is far too long before working on it; `together`: they become one prompt. Returns the characters in all."""
+    limit, num_chars = limits.context_length, sum(map(len, texts))
+    cut = request.truncate_prompt_tokens is not None
+    if not cut:
+        for text in texts:
+            if len(text) > INLINE_CHARS and (least := codec.min_tokens(text)) > limit:
+                raise ContextLengthExceeded(
+                    f"the prompt has at least {least} tokens: prompt and answer together may have {limit}", param="prompt"
+                )
+    refuse_long_text(num_chars if together else max(map(len, texts), default=0), limit, cut=cut)
+    return num_chars
 
 
 def _max_tokens(prompts: list[list[int]], asked: int | None, limit: int) -> int:

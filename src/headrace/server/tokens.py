@@ -13,6 +13,7 @@ from headrace.errors import InvalidRequest, Unavailable
 from headrace.server import protocol
 from headrace.server.formats import encode
 from headrace.server.generation import read_body, unknown_model
+from headrace.server.limits import refuse_long_text
 
 if TYPE_CHECKING:
     from headrace.server.app import Application
@@ -51,9 +52,12 @@ class Tokens:
             raise InvalidRequest("prompt: expected either prompt or messages", param="prompt")
         if asked.messages is not None:
             messages = protocol.message_rows(asked.messages)
-            ids = await self._app.off_loop(lambda: [codec.encode_chat(messages)], sum(len(row["content"]) for row in messages))
+            num_chars = sum(len(row["content"]) for row in messages)
+            refuse_long_text(num_chars, limits.context_length, cut=True)
+            ids = await self._app.off_loop(lambda: [codec.encode_chat(messages)], num_chars)
         else:
             text, special = asked.prompt or "", asked.add_special_tokens is not False
+            refuse_long_text(len(text), limits.context_length, cut=True)
             ids = await self._app.off_loop(lambda: [codec.encode(text, add_special=special)], len(text))
         return self._json(request, {"tokens": ids[0], "count": len(ids[0]), "max_model_len": limits.context_length})
 
