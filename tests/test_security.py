@@ -152,7 +152,8 @@ def test_a_body_in_crumbs(server: ServerProcess) -> None:
     """A body of one-byte chunks costs what it costs, and is one body."""
     body = json.dumps({"prompt": "a" * 1000, "max_tokens": 3, "temperature": 0}).encode()
     crumbs = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\n"
+    head += "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
         sock.sendall(head.encode() + crumbs + b"0\r\n\r\n")
         assert sock.recv(4096).startswith(b"HTTP/1.1 200")
