@@ -59,6 +59,7 @@ lint: setup $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src/headrace
 	$(BIN)/clang-format --dry-run -Werror native/*.cpp native/*.h
+	$(BIN)/python scripts/lint_deploy.py
 
 format: $(VENV)/.lint
 	$(BIN)/ruff format .
