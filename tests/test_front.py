@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import re
+import resource
 import signal
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from scripted_engine import ServerProcess, wait_for
+from scripted_engine import ENVIRONMENT, ServerProcess, wait_for
 
 from headrace.cli.serve import check_origins
 from headrace.errors import UsageError
@@ -236,6 +240,23 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         assert path.exists()
 
 
+def test_the_command_on_a_unix_socket(tmp_path: Path) -> None:
+    """The whole command: it says what it does as JSON, and takes its socket away when it ends."""
+    path = tmp_path / "headrace.sock"
+    command = [sys.executable, "-m", "headrace", "serve", "--uds", str(path), "--memory", "1GiB", "--log-format", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        wait_for(path.exists, 10)
+        wait_for(lambda: over_unix(path, "GET", "/ready")[0] == 200, 20)
+        status, data = over_unix(path, "POST", COMPLETIONS, {"prompt": "The capital of France is", "max_tokens": 1, "temperature": 0})
+        assert (status, json.loads(data)["choices"][0]["text"]) == (200, " Paris")
+        process.send_signal(signal.SIGTERM)
+        said, logged = process.communicate(timeout=15)
+    assert process.returncode == 0
+    assert not path.exists()
+    assert any(json.loads(line)["msg"].startswith("ready in ") for line in said.splitlines())
+    assert [json.loads(line)["status"] for line in logged.splitlines()] == [200]
+
+
 def test_unix_sockets_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="is not a socket"):
@@ -281,6 +302,25 @@ def test_slow_clients() -> None:
             for i in range(len(body)):
                 sock.sendall(body[i : i + 1])
             assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_more_connections_than_descriptors() -> None:
+    """Those beyond are told so, those that are there go on, and when some leave others may come."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        server = ServerProcess("--step-ms", "1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with server, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5)) for _ in range(220)]
+        answers = [client.recv(1000) for client in clients[140:]]
+        assert all(answer.startswith(b"HTTP/1.1 503") and b'"code":"unavailable"' in answer for answer in answers)
+        clients[0].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert clients[0].recv(1000).startswith(b"HTTP/1.1 200")
+        for client in clients[1:20]:
+            client.close()
+        wait_for(lambda: server.get("/health")[0] == 200)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gzip
 import http.client
 import json
@@ -57,6 +58,25 @@ def test_a_line_a_request_and_nothing_of_what_was_said() -> None:
     assert first["duration_ms"] >= first["ttft_ms"] > 0
     assert (lines[2]["outcome"], lines[2]["key"]) == ("invalid_value", "alice")
     assert (lines[5]["path"], len(said.splitlines())) == ("/nowhere\nINFO forged", 7)  # a newline in a path makes no line of its own
+
+
+def test_a_long_wait_is_told_when_it_begins() -> None:
+    with (
+        ServerProcess("--step-ms", "20", "--max-batch-size", "1", "--log-format", "json", "--log-level", "INFO") as server,
+        concurrent.futures.ThreadPoolExecutor(30) as pool,
+    ):
+        first = [pool.submit(server.complete, "abcd", max_tokens=4) for _ in range(14)]
+        wait_for(lambda: server.metric("requests_total", outcome="length") >= 4)
+        later = [pool.submit(server.complete, "abcd", max_tokens=4) for _ in range(10)]
+        assert len([future.result() for future in first + later]) == 24
+        assert server.end() == 0
+        waits = [line for line in lines_of(server) if line["msg"] == "waits"]
+        queued = {line["request_id"]: line["queue_ms"] for line in lines_of(server) if line["msg"] == "request"}
+    assert waits
+    for line in waits:
+        assert line["position"] > 4
+        assert 1000 <= line["expected_ms"] < 10_000
+        assert queued[line["request_id"]] > 300
 
 
 def test_text_and_content_where_they_were_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,18 @@ def test_this_machine() -> None:
     assert machine.threads() >= 1
     memory = machine.memory()
     assert 0 < memory.available <= memory.limit <= memory.total
+
+
+def test_as_many_files_as_may_be() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
+        limit = machine.raise_file_limit()
+        assert limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 100
+        assert limit == machine.MAX_FILES or limit == before[1] < machine.MAX_FILES
+        assert machine.raise_file_limit() == limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize(

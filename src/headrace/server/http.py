@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, Unavailable
 from headrace.server.formats import error_body
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_URL_BYTES = 8 << 10
+OTHER_FILES = 64  # descriptors that are no client's
 
 
 class _HeaderLimit(Exception):
@@ -27,6 +29,7 @@ class HttpProtocol(HttpToolsProtocol):
     """Counts header bytes before they are kept, gives a request a time to come in, and lets a response break its connection off."""
 
     read_timeout_s = 30.0  # for a request's head, and again for its body
+    max_connections = 1 << 16
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,6 +40,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self._refusal = (503, "there are too many connections")
+            self.send_400_response("")
+            return
         self._expect_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -114,7 +121,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         status, text = self._refusal
-        body = error_body(RequestError(text))
+        body = error_body(Unavailable(text) if status == 503 else RequestError(text))
         self.transport.write(
             STATUS_LINE[status]
             + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
@@ -136,9 +143,11 @@ class HttpServer(uvicorn.Server):
 def make_server(
     app: Any, *, tls: ssl.SSLContext | None = None, backlog: int = 2048, keep_alive_s: int = 30, read_timeout_s: float = 30.0
 ) -> HttpServer:
+    # Without a descriptor left nobody could even be refused.
+    limits = {"read_timeout_s": read_timeout_s, "max_connections": resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES}
     config = uvicorn.Config(
         app,
-        http=type("HttpProtocol", (HttpProtocol,), {"read_timeout_s": read_timeout_s}),
+        http=type("HttpProtocol", (HttpProtocol,), limits),
         ws="none",
         lifespan="off",
         log_config=None,
