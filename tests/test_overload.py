@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from typing import Any
 
 import pytest
-from scripted_engine import ServerProcess
+from scripted_engine import ServerProcess, wait_for
 
 TOKENS, BATCH, STEP_S = 10, 4, 0.01
 CAPACITY = BATCH / (TOKENS * STEP_S)  # requests a second, if a step took no longer than it sleeps
@@ -91,6 +92,17 @@ def test_a_full_queue_refuses_exactly_what_is_too_much(room: int) -> None:
 
     with ServerProcess("--step-ms", "20", "--max-batch-size", str(BATCH), "--max-waiting", str(room)) as server:
         seen = asyncio.run(burst(server.port))
+        body = json.dumps(BODY | {"max_tokens": 2000}).encode()
+        left = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(BATCH + 1)]
+        for number, sock in enumerate(left, 1):  # one at a time: there may be room for one only
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            wait_for(lambda number=number: server.metric("requests_running") + server.get("/queue")[1]["waiting"] == number)
+        assert server.get("/queue")[1]["waiting"] == 1
+        for sock in left:
+            sock.close()
+        wait_for(lambda: server.metric("requests_open") == 0)
+        assert server.get("/queue")[1] == {"object": "queue", "waiting": 0, "expected_wait_ms": 0.0, "data": []}
         assert server.metric("requests_open") == server.metric("requests_waiting") == 0
     assert len(seen.waits) + len(seen.refused) == 200
     assert len(seen.waits) >= room

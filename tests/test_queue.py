@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from headrace.errors import QueueFull, QueueTimeExceeded, RateLimited, UsageError
+from headrace.errors import InvalidRequest, QueueFull, QueueTimeExceeded, RateLimited, UsageError
 from headrace.server.auth import read_keys
 from headrace.server.queue import Queue, Waiting
 from headrace.server.quotas import NO_QUOTA, Quota, Quotas, duration
@@ -100,6 +100,10 @@ def test_a_full_queue() -> None:
     queue.leave(first, admitted=True)  # a second end is none
     queue.check()
     assert len(queue) == 1
+    with pytest.raises(QueueFull):
+        queue.check(count=2)
+    with pytest.raises(InvalidRequest, match="prompt: 3 prompts at once, the queue holds 2"):
+        queue.check(count=3)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,30 @@ def test_no_spelling_of_a_request_gets_around_the_key(server: ServerProcess, req
     assert b'"object":"list"' not in answer
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"content-length: 5\r\ntransfer-encoding: chunked\r\n",
+        b"transfer-encoding: chunked\r\ncontent-length: 5\r\n",
+        b"content-length: 5\r\ncontent-length: 6\r\n",
+        b"content-length: +5\r\n",
+        b"content-length: -5\r\n",
+        b"content-length: 5,5\r\n",
+        b"content-length: 99999999999999999999\r\n",
+        b"transfer-encoding: identity, chunked, gzip\r\n",
+        b"content-length: 5\r\n obs: fold\r\n",
+        b"content-length : 5\r\n",
+        b"x\x00y: 5\r\n",
+    ],
+)
+def test_no_request_hides_in_another(server: ServerProcess, fields: bytes) -> None:
+    """Lengths that two parsers would read differently are refused, and the connection ends."""
+    hidden = b"GET /metrics HTTP/1.1\r\nhost: x\r\nx-api-key: " + KEY.encode() + b"\r\n\r\n"
+    answer = raw(server, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n0\r\n\r\n" + hidden)
+    assert answer.startswith(b"HTTP/1.1 4"), answer
+    assert b"headrace_" not in answer
+
+
 CANARIES = [
     "http://127.0.0.1:{port}/canary", "http://localhost:{port}", "http://[::1]:{port}/", "//127.0.0.1:{port}/x", "file:///etc/canary",
     "/etc/canary", "../../../etc/canary", "![x](http://127.0.0.1:{port}/x.png)", "http://169.254.169.254/latest/canary", "canary.example",

@@ -119,7 +119,7 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            scope["headrace.arrived"] = time.monotonic()
+            scope["headrace.arrived"] = (scope.get("extensions") or {}).get("headrace.received") or time.monotonic()
             scope["headrace.send"] = send
             scope["headrace.request_id"] = _request_id(scope)
             sent = send if scope["path"] in PROBES else _logged(scope, send)

@@ -94,7 +94,8 @@ class Generate:
     def _refuse(self, wire: Wire, scope: Scope, error: RequestError) -> None:
         app, tenant, request_id = self._app, scope.get("headrace.tenant", ""), scope["headrace.request_id"]
         headers = [*JSON_HEADERS, (b"x-request-id", request_id.encode()), *retry_headers(error), *app.front.quotas.headers(tenant)]
-        if error.status in (408, 413) or app.draining:
+        # The rest of a body that is not wanted is read and dropped (HttpProtocol bounds the time): who still sends would not see the answer.
+        if app.draining:
             headers.append((b"connection", b"close"))
         wire.respond(error.status, headers, error_body(error))
         took = time.monotonic() - scope["headrace.arrived"]
@@ -131,8 +132,8 @@ class Generate:
             asked = completion.max_tokens or protocol.COMPLETION_TOKENS
             logprobs = -1 if completion.logprobs is None else completion.logprobs
             self._check_model(request)
-            app.front.queue.check(tenant, request.priority or 0)
             given = protocol.completion_prompts(completion, limits.vocab_size)
+            app.front.queue.check(tenant, request.priority or 0, len(given))
             chars = _check_texts(codec, [each for each in given if isinstance(each, str)], request, limits)
             prompts = await app.off_loop(
                 lambda: [codec.encode(each, add_special=True) if isinstance(each, str) else each for each in given], chars

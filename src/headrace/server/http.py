@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import resource
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,11 +98,14 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        received = time.monotonic()  # before it waits for its turn on the event loop
         self._in_headers = False
         self._expect_more()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {"headrace.abort": self.transport.abort, "headrace.write": self._direct_write()}
+        scope["extensions"] = {
+            "headrace.abort": self.transport.abort, "headrace.write": self._direct_write(), "headrace.received": received,
+        }  # fmt: skip
 
     def on_message_complete(self) -> None:
         self._expect_nothing()

@@ -56,9 +56,9 @@ def set_up(level: Any, form: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for name in ("uvicorn", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("opentelemetry", "urllib3"):
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    # uvicorn warns of every line of nonsense that somebody sends: an answer is enough.
+    for name in ("uvicorn", "opentelemetry", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from headrace.errors import QueueFull, QueueTimeExceeded
+from headrace.errors import InvalidRequest, QueueFull, QueueTimeExceeded
 
 _MEMORY_S = 10.0  # how long an admission counts towards the rate, as long as
 _ENOUGH = 16  # there are more than so many
@@ -57,9 +57,14 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def check(self, tenant: str = "", priority: int | None = None) -> None:
-        """Raises QueueFull or QueueTimeExceeded where a newcomer has no place. `priority`: None while it is not known."""
-        if len(self._waiting) >= self._max_waiting:
+    def check(self, tenant: str = "", priority: int | None = None, count: int = 1) -> None:
+        """Raises QueueFull or QueueTimeExceeded where a newcomer of `count` prompts has no place, InvalidRequest where it never would.
+
+        `priority`: None while it is not known.
+        """
+        if count > self._max_waiting:
+            raise InvalidRequest(f"prompt: {count} prompts at once, the queue holds {self._max_waiting}", param="prompt")
+        if len(self._waiting) + count > self._max_waiting:
             raise QueueFull(f"the queue is full: {len(self._waiting)} requests are waiting, the limit is {self._max_waiting}")
         if self._policy == "fair" and self._by_tenant[tenant] >= max(1, self._max_waiting // (1 + len({*self._by_tenant, tenant}))):
             raise QueueFull(
