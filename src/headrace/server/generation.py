@@ -94,7 +94,7 @@ class Generate:
     def _refuse(self, wire: Wire, scope: Scope, error: RequestError) -> None:
         app, tenant, request_id = self._app, scope.get("headrace.tenant", ""), scope["headrace.request_id"]
         headers = [*JSON_HEADERS, (b"x-request-id", request_id.encode()), *retry_headers(error), *app.front.quotas.headers(tenant)]
-        # The rest of a body that is not wanted is read and dropped (HttpProtocol bounds the time): who still sends would not see the answer.
+        # The rest of an unwanted body is read and dropped (HttpProtocol bounds the time): who still sends would not see the answer.
         if app.draining:
             headers.append((b"connection", b"close"))
         wire.respond(error.status, headers, error_body(error))
