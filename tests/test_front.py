@@ -280,7 +280,7 @@ def test_unix_sockets_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_slow_clients() -> None:
-    with ServerProcess("--read-timeout", "0.3", "--step-ms", "2") as server:
+    with ServerProcess("--read-timeout", "0.2", "--step-ms", "2") as server:
         body = b'{"prompt":"abc","temperature":0}'
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
         for sent in (b"", b"POST /v1/comp", head[:-2], head, head + body[:5]):

@@ -318,7 +318,7 @@ class Answer:
         self.ended = True
         metrics, work, front = self.metrics, self.work, self.front
         metrics.open_requests -= 1
-        metrics.ended(work.endpoint, outcome)
+        metrics.ended(work.endpoint, outcome, detail if outcome in ("refused", "failed") else "")
         prompt, cached, completion = self._counts()
         front.quotas.charge(work.tenant, completion)
         first = [part.first_at for part in self.parts if part.first_at]

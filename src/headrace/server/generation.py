@@ -99,7 +99,7 @@ class Generate:
             headers.append((b"connection", b"close"))
         wire.respond(error.status, headers, error_body(error))
         took = time.monotonic() - scope["headrace.arrived"]
-        app.metrics.ended(self._endpoint, "refused" if error.status < 500 or error.status == 503 else "failed")
+        app.metrics.ended(self._endpoint, "refused" if error.status < 500 or error.status == 503 else "failed", error.code or "error")
         if error.status == 429:
             app.metrics.refusal.observe(took)
         app.front.reporter.ended(

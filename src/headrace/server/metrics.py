@@ -6,6 +6,7 @@ Nothing here allocates or locks when a token passes; the exposition library sees
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.requests = {(endpoint, outcome): 0 for endpoint in ENDPOINTS for outcome in OUTCOMES}
+        self.errors: Counter[str] = Counter()  # by code, of which there are a few
         self.queue = Histogram()
         self.prefill = Histogram()
         self.first_token = Histogram()
@@ -76,8 +78,11 @@ class Metrics:
         self.engine_restarts = 0
         self.memory: list[tuple[str, int]] = []  # the memory ledger: bytes by purpose
 
-    def ended(self, endpoint: str, outcome: str) -> None:
+    def ended(self, endpoint: str, outcome: str, code: str = "") -> None:
+        """`code`: of the error, where it ended with one."""
         self.requests[endpoint, outcome] += 1
+        if code:
+            self.errors[code] += 1
 
     def start_engine(self, num_blocks: int) -> None:
         """A fresh engine has everything free, and counts from nothing."""
@@ -128,6 +133,10 @@ class Collector:
         for (endpoint, outcome), count in m.requests.items():
             requests.add_metric([model, endpoint, outcome], count)
         yield requests
+        errors = CounterMetricFamily("headrace_request_errors", "Requests refused or failed, by the error's code", labels=["model", "code"])
+        for code, count in m.errors.items():
+            errors.add_metric([model, code], count)
+        yield errors
         yield gauge("requests_open", "Requests accepted and not yet ended", m.open_requests)
         yield histogram("request_queue_seconds", "From sent to the engine until first scheduled", m.queue)
         yield histogram("request_prefill_seconds", "From first scheduled until the first token", m.prefill)
