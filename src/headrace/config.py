@@ -23,6 +23,7 @@ class EngineConfig:
     max_batch_size: int = 256  # samples in a step
     max_batch_tokens: int = 512  # tokens in a step, at most
     step_target_s: float = 0.200  # a chunk is cut so that a step takes about this long; 0: no time budget
+    itl_target_s: float = 0.0  # what a step should take that has decoding samples in it; 0: as any other
     policy: Policy = "shortest"
     batching: Literal["continuous", "static"] = "continuous"
     kv_reservation: Literal["paged", "full"] = "paged"
@@ -34,8 +35,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value < least:
                 raise UsageError(f"[EngineConfig] {name}: expected at least {least}, got {value}")
-        if not 0 <= self.step_target_s < 3600:
-            raise UsageError(f"[EngineConfig] step_target_s: expected 0 to 3600 seconds, got {self.step_target_s}")
+        for name in ("step_target_s", "itl_target_s"):
+            if not 0 <= getattr(self, name) < 3600:
+                raise UsageError(f"[EngineConfig] {name}: expected 0 to 3600 seconds, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     priority: int = 0  # lower first, under the `priority` policy
     tenant: str = ""  # fairness key
     cache_salt: str = ""  # requests share cached blocks only under the same salt
+    batch: bool = False  # fills what others leave idle: runs only while no request without it is open
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -98,6 +98,10 @@ def serve(
         float, typer.Option(min=0, help="Seconds a request may have to wait; refused at once with 429 if it would be longer. 0: no bound.")
     ] = 0.0,
     step_target: Annotated[float, typer.Option(min=0, max=3600, help="Seconds a step should take at most; cuts prompts.")] = 0.2,
+    itl_target: Annotated[
+        str,
+        typer.Option(help="What a step should take at most while somebody's answer is being written, such as 30ms; cuts prompts finer."),
+    ] = "",
     policy: Annotated[
         PolicyName,
         typer.Option(help="Who is served first; shortest: a short prompt passes a long one that came just before."),
@@ -149,7 +153,7 @@ def serve(
       curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    from headrace.cli.serve import ServeOptions, run_server
+    from headrace.cli.serve import ServeOptions, parse_seconds, run_server
     from headrace.server.messages import EngineSettings
     from headrace.server.quotas import Quota
 
@@ -184,6 +188,7 @@ def serve(
             max_batch_size=max_batch_size,
             max_batch_tokens=max_batch_tokens,
             step_target_s=step_target,
+            itl_target_s=parse_seconds("--itl-target", itl_target) if itl_target else 0.0,
             policy=policy.value,
             batching=batching.value,
             kv_reservation=kv_reservation.value,

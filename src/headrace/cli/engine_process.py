@@ -55,6 +55,7 @@ def engine_config(settings: EngineSettings, context_length: int, num_blocks: int
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
         step_target_s=settings.step_target_s,
+        itl_target_s=settings.itl_target_s,
         policy=cast("Policy", settings.policy),
         batching=cast("Any", settings.batching),
         kv_reservation=cast("Any", settings.kv_reservation),

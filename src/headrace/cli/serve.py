@@ -98,6 +98,18 @@ def check_origins(origins: Sequence[str]) -> tuple[str, ...]:
     return tuple(origin.lower() for origin in origins)
 
 
+def parse_seconds(flag: str, text: str) -> float:
+    """Seconds of "30ms", "1.5s" or "2". Raises UsageError."""
+    number, unit = (text[:-2], 1e-3) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
+    try:
+        seconds = float(number) * unit
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 3600:
+        raise UsageError(f"{flag}: expected a time such as 30ms or 1.5s, at most an hour, got {text!r}")
+    return seconds
+
+
 def run_server(options: ServeOptions) -> int:
     """Serve until stopped. Returns the exit code; raises HeadraceError for what a person can change."""
     started = time.monotonic()

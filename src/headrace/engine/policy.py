@@ -6,6 +6,9 @@ shortest   by arrival, as if each request had come later by as many computed tok
 priority   by priority, lower first, then by arrival
 fair       of the tenants that wait the one that was served least; its requests by arrival. Once admitted, a request keeps its place (the
            order of admission): a place that moved with every token would let two large requests preempt each other for ever
+
+Under every policy requests of the batch tier come after all others, and none of them runs while another is open: what they had computed
+stays in the prefix cache as long as nobody needs its place.
 """
 
 from __future__ import annotations
@@ -94,15 +97,18 @@ class FairQueue:
         return account
 
     def close(self, request: Request) -> None:
-        """A request is over."""
-        account = self._account(request)
+        """A request is over. One of the batch tier has no account."""
+        account = request.account
+        if account is None:
+            return
         account.num_open -= 1
         if account.num_open == 0 and not any(other.num_open for other in self._accounts.values()):
             self._accounts.clear()
 
     def charge(self, sample: Sample, num_tokens: int) -> None:
         """Tokens were computed for a sample."""
-        self._account(sample.request).served += num_tokens
+        if sample.request.account is not None:
+            sample.request.account.served += num_tokens
 
     def push(self, sample: Sample) -> None:
         account = self._account(sample.request)
@@ -134,26 +140,37 @@ class FairQueue:
 
 
 class Queues:
-    """Samples without a row: the first of each `fresh` request, and `resuming` ones, preempted or further ones of a running request."""
+    """Samples without a row: the first of each `fresh` or `batch` request, and `resuming` ones, preempted or further ones of a running one.
 
-    __slots__ = ("fair", "fresh", "resuming")
+    `num_interactive` is the number of open requests that are not of the batch tier."""
+
+    __slots__ = ("batch", "fair", "fresh", "num_interactive", "resuming")
 
     def __init__(self, policy: str) -> None:
         self.fair = FairQueue() if policy == "fair" else None
         self.fresh: Queue = OrderedQueue() if self.fair is None else self.fair
         self.resuming = OrderedQueue()
+        self.batch = OrderedQueue()
+        self.num_interactive = 0
 
     def __len__(self) -> int:
-        return len(self.fresh) + len(self.resuming)
+        return len(self.fresh) + len(self.resuming) + len(self.batch)
 
     def next(self, with_fresh: bool) -> Sample | None:
         """Who is to come in next, in policy order. Under `fair`, what has run goes before what has not."""
         resuming = self.resuming.head()
-        fresh = self.fresh.head() if with_fresh else None
+        if self.num_interactive:
+            if resuming is not None and resuming.request.submit.batch:
+                resuming = None
+            fresh = self.fresh.head() if with_fresh else None
+        else:
+            fresh = self.batch.head() if with_fresh else None
         if resuming is None or fresh is None:
             return resuming or fresh
         return resuming if self.fair is not None or resuming.order < fresh.order else fresh
 
     def of(self, sample: Sample) -> Queue:
         """The one a sample belongs to."""
-        return self.fresh if sample.request.first_scheduled < 0 else self.resuming
+        if sample.request.first_scheduled >= 0:
+            return self.resuming
+        return self.batch if sample.request.submit.batch else self.fresh

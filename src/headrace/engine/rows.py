@@ -54,6 +54,11 @@ class Rows:
         sample.prefilling = False
         self.num_prefilling -= 1
 
+    @property
+    def last_is_batch(self) -> bool:
+        """The last running sample is of the batch tier; in every order such samples are last."""
+        return bool(self.running) and self.running[-1].request.submit.batch
+
     def take_freed(self) -> list[int]:
         """The rows freed since the last call."""
         freed, self.freed = self.freed, []

@@ -52,7 +52,7 @@ class Sample:
         self.capacity = 0  # tokens that the table has room for
         self.row = -1  # in the executor; -1: waiting
         self.links: list[Prefix] = []  # names of its full blocks, as far as needed so far
-        self.order: tuple[int, int, int, int] = (0, 0, 0, index)  # place in policy order, lower first
+        self.order: tuple[int, int, int, int, int] = (0, 0, 0, 0, index)  # place in policy order, lower first
         self.prefilling = False  # in a row, and more than its last token is to be computed, or its first is to be chosen
         self.has_prompt = False  # in a row, and the whole prompt is computed
         self.paused = False  # has run, and lost its row or its turn to others

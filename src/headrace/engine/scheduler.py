@@ -21,7 +21,7 @@ from headrace.engine.samples import Request, Sample, refuse_oversized
 from headrace.engine.sharing import Sharing
 from headrace.engine.tally import Finished, Tally, events_between_steps
 from headrace.errors import InvalidRequest, QueueFull, UsageError
-from headrace.request import EngineStats, FinishReason, StepEvents, Submit, TokenLogprob
+from headrace.request import FinishReason, StepEvents, Submit, TokenLogprob
 
 _FOREVER = 1 << 60  # steps, when nothing bounds them
 
@@ -43,7 +43,7 @@ class Scheduler:
             raise UsageError(f"[kv_reservation full] one context takes {self._reserved} KV blocks, there are {config.num_blocks}")
         self.config = config
         self.pool = BlockPool(config.num_blocks, block_tokens)
-        self.budget = StepBudget(config.step_target_s, config.max_batch_tokens)
+        self.budget = StepBudget(config.step_target_s, config.max_batch_tokens, config.itl_target_s)
         self.tally = Tally()
         self.step_started = self.step_ended = 0.0
         self._clock = clock
@@ -73,8 +73,9 @@ class Scheduler:
         request = Request(submit, self._end_token_ids, self.config.context_length)
         refuse_oversized(request, self.config, self._size)
         # What was taken before the engine was started again is not refused now.
-        if not submit.emitted and len(self._queues.fresh) >= self.config.max_waiting:
-            raise QueueFull(f"the queue is full: {len(self._queues.fresh)} requests are waiting, the limit is {self.config.max_waiting}")
+        queue = self._queues.batch if submit.batch else self._queues.fresh
+        if not submit.emitted and len(queue) >= self.config.max_waiting:
+            raise QueueFull(f"the queue is full: {len(queue)} requests are waiting, the limit is {self.config.max_waiting}")
         finished: Finished = []
         for sample in request.samples:
             reason = sample.end_reason()
@@ -89,11 +90,12 @@ class Scheduler:
             policy = self.config.policy
             place = (submit.priority if policy == "priority" else 0, self._num_computed + request.num_prompt if policy == "shortest" else 0)
             for sample in alive:
-                sample.order = (*place, self._num_arrived, sample.index)
-            if self._queues.fair is not None:
+                sample.order = (submit.batch, *place, self._num_arrived, sample.index)
+            self._queues.num_interactive += not submit.batch
+            if self._queues.fair is not None and not submit.batch:
                 request.account = self._queues.fair.open(submit.tenant)
             request.parked = alive[1:]
-            self._queues.fresh.push(alive[0])
+            queue.push(alive[0])
             self._blocked = False
         return events_between_steps(self._clock(), finished)
 
@@ -118,12 +120,15 @@ class Scheduler:
         """What the next step computes; nothing only when idle. `commit` follows before any other call."""
         self.step_started = self._clock()
         running, tally = self._rows.running, self.tally
+        while self._queues.num_interactive and self._rows.last_is_batch:
+            self._preempt(running[-1])
         plan = Plan(freed_rows=self._rows.take_freed())
         chunks = plan.chunks
         self._scheduled = scheduled = []
         decoding = len(running) - self._rows.num_prefilling
         # Every decoding sample gets its token; what is left of the step is for prompts.
-        extra = min(self.config.max_batch_tokens, max(self.budget.tokens, decoding + MIN_CHUNK)) - decoding
+        most = self.budget.limit(decoding > 0, self._queues.num_interactive > 0)
+        extra = min(self.config.max_batch_tokens, max(most, decoding + MIN_CHUNK)) - decoding
         preemptions = tally.preemptions
         catching_up: list[Sample] = []
         at = 0
@@ -184,17 +189,18 @@ class Scheduler:
         self.tally.steps += 1
         seconds = now - self.step_started
         self.budget.observe(num_tokens, seconds)
-        stats = self._stats(seconds, num_tokens, len(plan.chunks))
+        stats = self.tally.stats(self.pool, self._rows.num_requests, len(self._requests), seconds, num_tokens, len(plan.chunks))
         return self.tally.step_events(now, request_ids, indices, tokens, logprobs, finished, stats)
 
     def steps_until_event(self) -> int:
         """How many of the next steps only decode a token of each running sample: no block is taken, none ends by length, none comes in."""
-        if not self._rows.running or self._rows.num_prefilling or self._rows.freed:
+        rows = self._rows
+        if not rows.running or rows.num_prefilling or rows.freed or (self._queues.num_interactive and rows.last_is_batch):
             return 0
-        if not self._blocked and len(self._rows.running) < self._rows.limit and self._queues.next(with_fresh=not self._static) is not None:
+        if not self._blocked and len(rows.running) < rows.limit and self._queues.next(with_fresh=not self._static) is not None:
             return 0
         steps = _FOREVER
-        for sample in self._rows.running:
+        for sample in rows.running:
             steps = min(steps, sample.limit - 1 - len(sample.tokens), sample.capacity - sample.num_computed)
         return max(0, steps)
 
@@ -263,7 +269,7 @@ class Scheduler:
 
     def _fill(self, plan: Plan, prefilling: list[Sample], extra: int, admitting: bool) -> None:
         """Share `extra` tokens out in policy order: to samples that catch up, and to waiting ones while there are rows and blocks."""
-        forming = self._static and not self._rows.running and not len(self._queues.resuming)
+        forming = self._static and not self._rows.running and self._queues.next(with_fresh=False) is None
         members = 0  # samples of the batch that is formed, with those that come later
         at = 0
         while extra > 0 or forming:
@@ -323,7 +329,7 @@ class Scheduler:
         self._num_admitted += 1
         if self._queues.fair is not None:
             for sample in request.samples:
-                sample.order = (0, 0, self._num_admitted, sample.index)
+                sample.order = (request.submit.batch, 0, 0, self._num_admitted, sample.index)
         if not self._sharing.enabled:
             self._unpark(request)
 
@@ -373,6 +379,7 @@ class Scheduler:
         request.finish(sample, was_active, now)
         if request.num_open == 0:
             del self._requests[request.id]
+            self._queues.num_interactive -= not request.submit.batch
             if self._queues.fair is not None:
                 self._queues.fair.close(request)
         self._blocked = False
@@ -391,10 +398,3 @@ class Scheduler:
         self.pool.release(self._sources)
         self._sources = []
         self._blocked = False
-
-    def _stats(self, seconds: float, num_tokens: int, num_rows: int) -> EngineStats:
-        pool, tally, running = self.pool, self.tally, self._rows.num_requests
-        return EngineStats(
-            running, len(self._requests) - running, pool.num_free, pool.num_cached, pool.num_held, tally.preemptions,
-            tally.recomputed_tokens, tally.prompt_tokens, tally.cached_tokens, tally.steps, seconds, num_tokens, num_rows,
-        )  # fmt: skip

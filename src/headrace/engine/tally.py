@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.engine.blocks import BlockPool
 from headrace.request import EngineStats, FinishReason, Refusal, StepEvents, TokenLogprob
 
 Finished = list[tuple[int, int, FinishReason]]
@@ -33,6 +34,13 @@ class Tally:
         """A request is scheduled for the first time."""
         self.cached_tokens += cached_tokens
         self.admitted.append((request_id, now, cached_tokens))
+
+    def stats(self, pool: BlockPool, running: int, open_requests: int, seconds: float, num_tokens: int, num_rows: int) -> EngineStats:
+        """The engine after a step of `seconds`, which computed `num_tokens` tokens of `num_rows` samples."""
+        return EngineStats(
+            running, open_requests - running, pool.num_free, pool.num_cached, pool.num_held, self.preemptions, self.recomputed_tokens,
+            self.prompt_tokens, self.cached_tokens, self.steps, seconds, num_tokens, num_rows,
+        )  # fmt: skip
 
     def step_events(
         self,

@@ -53,6 +53,7 @@ class Work:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""  # the name of the caller's key
+    batch: bool = False
 
 
 class Sample(OpenSample):
@@ -256,9 +257,11 @@ class Answer:
                     priority=work.priority,
                     cache_salt=work.cache_salt,
                     tenant=work.tenant,
+                    batch=work.batch,
                 )
 
-            part.waiting = queue.enter(self.request_id, work.tenant, part.num_prompt, work.priority)
+            if not work.batch:  # nobody waits for the batch tier, and nobody behind it
+                part.waiting = queue.enter(self.request_id, work.tenant, part.num_prompt, work.priority)
             part.request_id = self._worker.submit(make, part)
         last = self.parts[-1].waiting
         if last is not None and last.expected_s >= LONG_WAIT_S:

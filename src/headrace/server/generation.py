@@ -157,6 +157,7 @@ class Generate:
             priority=request.priority or 0,
             cache_salt=salt,
             tenant=tenant,
+            batch=request.service_tier in ("batch", "flex"),
         )
         options = request.stream_options
         kind: type[Format] = ChatFormat if self._endpoint == "chat" else CompletionFormat

@@ -25,6 +25,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     max_batch_size: int = 256
     max_batch_tokens: int = 512
     step_target_s: float = 0.2
+    itl_target_s: float = 0.0
     policy: str = "shortest"
     batching: str = "continuous"
     kv_reservation: str = "paged"

@@ -55,7 +55,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
     "structured_outputs": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -97,6 +96,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Short | None = None
+    service_tier: Literal["auto", "default", "flex", "batch"] | None = None  # flex and batch fill what others leave idle
     cache_prompt: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
