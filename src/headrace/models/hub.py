@@ -46,10 +46,11 @@ def resolve_model(reference: str | None, offline: bool | None = None) -> Path:
         owner_name, _, file = reference.rpartition("/")
     if not HUB_ID.fullmatch(owner_name) or reference.endswith((".safetensors", ".bin")):
         raise UsageError(f"model: {reference!r} is neither a file or folder here nor a hub id (owner/name or owner/name/file.gguf)")
-    return _from_hub(owner_name, file, offline)
+    return hub_file(owner_name, file, offline)
 
 
-def _from_hub(repository: str, file: str, offline: bool | None) -> Path:
+def hub_file(repository: str, file: str = "", offline: bool | None = None) -> Path:
+    """A file of a hub repository, or the folder with all of a model's files. Raises UsageError or ModelError."""
     try:
         import huggingface_hub  # an extra, and a second of imports that only hub ids pay for
     except ImportError:
