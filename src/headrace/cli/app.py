@@ -11,6 +11,7 @@ import typer
 
 from headrace import __version__
 from headrace.cli.bench import app as bench
+from headrace.cli.plan import app as plan
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -310,6 +311,7 @@ def replay(
 
 
 app.add_typer(bench, name="bench")
+app.add_typer(plan, name="plan")
 
 
 def main() -> None:
