@@ -5,6 +5,8 @@ Few factors, each a share of a published peak or a time with a cause, so that wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.errors import UsageError
 from headrace.plan.devices import Device
 from headrace.plan.factors import Factors
@@ -72,6 +74,14 @@ class CostModel:
     def attend_s(self, context: float) -> float:
         """One decoding sequence reads its `context` tokens."""
         return sum(seconds * (min(context, window) if window else context) for window, seconds in self._windows) + self._state
+
+    def attend_all_s(self, contexts: Sequence[int], more: int = 0) -> float:
+        """Decoding sequences of these contexts, each `more` tokens further. Whole numbers are added, so the order does not matter."""
+        total, rows = sum(contexts) + more * len(contexts), len(contexts)
+        seconds = rows * self._state
+        for window, per_token in self._windows:
+            seconds += per_token * (sum([min(context + more, window) for context in contexts]) if window else total)
+        return seconds
 
     def prompt_s(self, start: float, stop: float) -> float:
         """A chunk [start, stop) of a prompt attends: to all before it, and half of itself; what lies before is read once."""
