@@ -14,7 +14,10 @@ from headrace.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from headrace.plan.capacity import Objective
+    from headrace.plan.devices import Device
     from headrace.plan.factors import Factors
+    from headrace.plan.traffic import Traffic
 
 
 class _PlanGroup(TyperGroup):
@@ -46,6 +49,134 @@ def factors_named(name: str) -> Factors:
     from headrace.plan.factors import load_factors, named_factors
 
     return named_factors(name) if name in ("fitted", "published") else load_factors(Path(name))
+
+
+@app.command(name="for")
+def plan_for(
+    model: Annotated[str, typer.Argument(help="Name of a well-known model, config.json, GGUF file, model folder or hub id (owner/name).")],
+    slo: Annotated[str, typer.Option(help="ttft=MS,itl=MS[,share=0.95]: what so many of the requests must get.")],
+    traffic: Annotated[Path | None, typer.Option(help="Trace: CSV or JSON lines; docs/sizing.md has the forms.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Instead of a trace: requests a second, arriving at random.")] = None,
+    prompt: Annotated[float | None, typer.Option("--in", help="Mean tokens of a prompt, with --rate.")] = None,
+    out: Annotated[float | None, typer.Option("--out", help="Mean tokens of an answer, with --rate.")] = None,
+    spread: Annotated[float, typer.Option(help="Standard deviation of the lengths over their mean, with --rate.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Times the traffic.")] = 1.0,
+    device: Annotated[list[str] | None, typer.Option(help="Only this one; several may be given. this-machine: measured now.")] = None,
+    level: Annotated[list[str] | None, typer.Option(help="Only this weight level; several may be given.")] = None,
+    budget: Annotated[float | None, typer.Option(help="USD a month.")] = None,
+    window: Annotated[float | None, typer.Option(help="Seconds of the peak. Default: the time to the first token, at least 1.")] = None,
+    duty: Annotated[float, typer.Option(help="Share of the hours the hardware is on.")] = 1.0,
+    usd_kwh: Annotated[float, typer.Option(help="Price of electricity, for rent or buy.")] = 0.20,
+    purchase: Annotated[float | None, typer.Option(help="USD to buy one device with its share of a server, for rent or buy.")] = None,
+    top: Annotated[int, typer.Option(help="Options in the table; 0: all.")] = 10,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan (JSON), to be measured against.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts; needs the extra `report`.")] = None,
+    factors: FactorsFile = "",
+    devices: DevicesFile = None,
+    as_json: Json = False,
+) -> None:
+    """Say what hardware a model and its traffic need: for the peak and not the average, with one to spare.
+
+    \b
+    Example:
+      headrace plan Llama-3.1-8B --rate 5 --in 1200 --out 210 --slo ttft=1000,itl=60
+    """
+    from rich.console import Console
+
+    from headrace.cli.plan_tables import show
+    from headrace.plan.advise import Question
+    from headrace.plan.answer import answer
+    from headrace.plan.devices import find_device, load_devices
+    from headrace.plan.factors import CPU
+    from headrace.plan.models import load_shape
+    from headrace.plan.money import Terms
+
+    shape = load_shape(model)
+    requests = _traffic(traffic, rate, prompt, out, spread, scale)
+    catalogue = load_devices(devices)
+    chosen = [_this_machine() if name == "this-machine" else find_device(name, catalogue) for name in device or ()]
+    given = factors_named(factors) if factors else None
+    on_gpu = given or factors_named("fitted")
+
+    def factors_of(one: Device) -> Factors:
+        return given or (CPU if one.kind == "cpu" else on_gpu)
+
+    for name, value, low, high in (("--duty", duty, 0, 1), ("--usd-kwh", usd_kwh, 0, 100), ("--purchase", purchase, 0, 1e9),
+                                   ("--budget", budget, 0, 1e12), ("--window", window, 0, 1e6)):  # fmt: skip
+        if value is not None and not low < value <= high:
+            raise UsageError(f"{name}: expected a number above {low} up to {high:g}, got {value:g}")
+    question = Question(
+        shape, requests, _objective(slo), chosen or list(catalogue.values()), factors_of, tuple(level or ()),
+        Terms(duty, usd_kwh, purchase_usd=purchase), budget, window,
+    )  # fmt: skip
+    if html is not None:
+        from headrace.plan.page import require_plotly
+
+        require_plotly()  # before the work, not after it
+    console = Console(stderr=True)
+    with console.status("sizing and simulating"):
+        told = answer(question)
+    if output is not None:
+        _write(output, json.dumps(told, indent=1))
+    if html is not None:
+        from headrace.plan.page import page
+
+        _write(html, page(told))
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        show(told, top)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _traffic(trace: Path | None, rate: float | None, prompt: float | None, out: float | None, spread: float, scale: float) -> Traffic:
+    from headrace.plan.traffic import generate, read_trace
+
+    if (trace is None) == (rate is None):
+        raise UsageError("give either --traffic FILE, or --rate with --in and --out")
+    if not 0 < scale <= 1e6:
+        raise UsageError(f"--scale: expected a number above 0, got {scale:g}")
+    if trace is not None:
+        return read_trace(trace).scaled(scale)
+    if rate is None or prompt is None or out is None:
+        raise UsageError("--rate: expected --in and --out with it, the mean tokens of prompt and answer")
+    return generate(rate * scale, prompt, out, spread=spread)
+
+
+def _objective(text: str) -> Objective:
+    from headrace.plan.capacity import Objective
+
+    values: dict[str, float] = {"share": 0.95}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            values[name.strip()] = float(number)
+        except ValueError:
+            raise UsageError(f"--slo: expected ttft=MS,itl=MS[,share=0.95], got {text!r}") from None
+    if set(values) != {"ttft", "itl", "share"}:
+        raise UsageError(f"--slo: expected ttft=MS,itl=MS[,share=0.95], got {text!r}")
+    return Objective(values["ttft"] / 1e3, values["itl"] / 1e3, values["share"])
+
+
+def _this_machine() -> Device:
+    """What the kernels' own meter finds, in about a second."""
+    from headrace import machine
+    from headrace.executors.profile import Meter
+    from headrace.plan.devices import Device
+
+    limits = Meter(machine.threads()).window()
+    peaks = {"bf16": 2 * limits.bf16, "int8": 2 * limits.int8}  # a multiply-add is two operations
+    source = "measured now"
+    return Device(
+        "this-machine", "cpu", machine.memory().limit, limits.read, peaks, 0.0, 1, 0.0, (), "",
+        {"memory": source, "bandwidth": source, "peaks": source},
+    )  # fmt: skip
 
 
 @app.command()
@@ -132,8 +263,5 @@ def calibrate(
         "rows": len(rows), "models": sorted({row.model for row in rows}), "devices": sorted({row.device.name for row in rows}),
         "tpot_median_error": round(told["tpot"]["median"], 4), "ttft_median_error": round(told["ttft"]["median"], 4),
     }  # fmt: skip
-    try:
-        output.write_text(dump_factors(factors, about))
-    except OSError as error:
-        raise UsageError(f"--output {output}: cannot be written: {error.strerror}") from None
+    _write(output, dump_factors(factors, about))
     print(f"{output}: {len(rows)} rows, median error on them: TPOT {told['tpot']['median']:.1%}, TTFT {told['ttft']['median']:.1%}")

@@ -54,9 +54,9 @@ class CostModel:
         self._state = sum(2 * g.layers * g.state_bytes / tp for g in shape.groups) / bandwidth  # read and written for each sequence
         self._traffic = TRAFFIC * shape.num_layers * shape.hidden_size * VALUE_BYTES / bandwidth
         self._fixed = factors.step_s + shape.num_layers * factors.layer_s
-        self._exchange = 0.0
+        self._exchange = self._meetings = 0.0
         if tp > 1:
-            self._fixed += 2 * shape.num_layers * factors.link_s
+            self._meetings = 2 * shape.num_layers * factors.link_s
             moved = 2 * (tp - 1) / tp * shape.hidden_size * VALUE_BYTES
             self._exchange = 2 * shape.num_layers * moved / (factors.link * device.link)
 
@@ -94,7 +94,16 @@ class CostModel:
 
     def overhead_s(self, tokens: float, rows: float) -> float:
         """Fixed, for each sequence, and between devices."""
-        return self._fixed + rows * self.factors.row_s + tokens * self._exchange
+        return self._fixed + rows * self.factors.row_s + self.exchange_s(tokens)
+
+    def exchange_s(self, tokens: float) -> float:
+        """Two all-reduces a layer."""
+        return self._meetings + tokens * self._exchange
+
+    def compute_bound(self, tokens: float) -> bool:
+        """Whether so many tokens take longer to compute than their weights to read."""
+        read, compute = self._linear
+        return tokens * compute > read
 
     def decode_s(self, rows: float, context: float) -> float:
         """A step that decodes a token of each of `rows` sequences of `context` tokens."""

@@ -77,6 +77,32 @@ class Traffic:
                 hashes.append(tuple(name + turn * step for name in self.hashes[at]))
         return replace(self, times=times, prompts=prompts, answers=answers, hashes=hashes if self.hashes else None)
 
+    def around_peak(self, window: float, count: int) -> Traffic:
+        """`count` requests in a row with the busiest window in their middle; all of them if there are no more."""
+        if len(self) <= count:
+            return self
+        busiest, most, end = 0, 0, 0
+        for begin, start in enumerate(self.times):
+            while end < len(self) and self.times[end] < start + window:
+                end += 1
+            if end - begin > most:
+                busiest, most = begin + (end - begin) // 2, end - begin
+        begin = min(max(0, busiest - count // 2), len(self) - count)
+        cut = slice(begin, begin + count)
+        start = self.times[begin]
+        hashes = self.hashes[cut] if self.hashes else None
+        return replace(
+            self, times=[time - start for time in self.times[cut]], prompts=self.prompts[cut], answers=self.answers[cut], hashes=hashes
+        )
+
+    def demand(self, bins: int) -> tuple[float, list[float]]:
+        """(seconds a bin, requests a second in each), the whole trace in so many equal bins."""
+        width = self.span / bins
+        counts = [0] * bins
+        for time in self.times:
+            counts[min(bins - 1, int(time / width))] += 1
+        return width, [count / width for count in counts]
+
     def prefix_share(self) -> float:
         """Share of the prompts' blocks that an unlimited prefix cache would have had; 0 without hashes."""
         seen: set[int] = set()
