@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.config import EngineConfig
 from headrace.errors import UsageError
 from headrace.plan.advise import LOAD, Question, choose, mistakes, options
 from headrace.plan.answer import answer
@@ -17,6 +19,7 @@ from headrace.plan.capacity import Capacity, Lengths, Objective, capacity, engin
 from headrace.plan.cost import CostModel
 from headrace.plan.devices import Device, load_devices
 from headrace.plan.factors import CPU, named_factors
+from headrace.plan.measured import Row, predict, read_measured
 from headrace.plan.memory import LEVELS, split_memory
 from headrace.plan.models import known
 from headrace.plan.money import Terms, monthly, per_million, rent_or_buy
@@ -155,6 +158,27 @@ def test_the_two_mistakes_cost_less_and_do_not_hold() -> None:
         assert mistake["usd_month"] < option.usd_month
         assert mistake["within_objective"] < 0.95
         assert mistake["why"]
+
+
+def test_the_closed_form_of_a_closed_loop_agrees_with_the_simulator() -> None:
+    """Equal lengths, as many requests open as the closed form says run: arrivals at the rate that keeps them so."""
+    for concurrency, prompt, tokens in ((8, 1000, 200), (64, 1000, 500), (32, 4000, 200)):
+        line = {"id": "x", "model_path": "Llama-3.1-8B", "system": "h100", "isl": prompt, "osl": tokens, "batch_size": concurrency}
+        row = read_rows(line | {"tp_size": 1, "silicon_ttft_ms": 1, "silicon_tpot_ms": 1})
+        said = predict(row, named_factors())
+        rate = concurrency / (said.ttft + (tokens - 1) * said.tpot)
+        traffic = generate(rate, prompt, tokens, count=400, spread=0)
+        cost = CostModel(row.shape, row.device, row.level, 1, named_factors())
+        config = EngineConfig(10_000, 12_000, 512, 8192, step_target_s=0.0, prefix_cache=False, max_waiting=1 << 30)
+        assert simulate(traffic, cost, config).summary()["tpot_ms"]["p50"] == pytest.approx(1e3 * said.tpot, rel=0.15)
+
+
+def read_rows(line: dict[str, Any]) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.csv"
+        path.write_text(",".join(line) + "\n" + ",".join(str(value) for value in line.values()) + "\n")
+        ((row,), _) = read_measured(path, DEVICES)
+        return row
 
 
 def test_money_by_hand() -> None:

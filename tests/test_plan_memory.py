@@ -11,9 +11,10 @@ import pytest
 from headrace.errors import ModelError, UnsupportedModel, UsageError
 from headrace.models.gguf import GGUFFile
 from headrace.models.hub import default_model_path
+from headrace.models.loader import prepare
 from headrace.plan.architectures import shape_of
 from headrace.plan.devices import find_device, load_devices
-from headrace.plan.memory import LEVELS, level_named, split_memory, weight_bytes
+from headrace.plan.memory import LEVELS, level_named, levels_for, split_memory, weight_bytes
 from headrace.plan.models import catalogue, known, load_shape
 from headrace.plan.shape import Shape
 
@@ -122,7 +123,11 @@ def test_a_gguf_header_and_its_folder_form_agree(tmp_path: Path) -> None:
         tensors = file.tensors.values()
         assert got.parameters == sum(tensor.elements for tensor in tensors)
         assert got.file_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert weight_bytes(got, levels_for(got, "cpu")["file"]) == pytest.approx(got.file_bytes, rel=0.001)
     table = shape("HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert "file" not in levels_for(table, "cpu")
+    with prepare(path, "int8") as prepared:  # what the server packs, padding and alignment included
+        assert weight_bytes(got, level_named("int8", "cpu")) == pytest.approx(prepared.nbytes, rel=0.01)
     assert (table.weights, table.groups) == (got.weights, got.groups)
     (tmp_path / "config.json").write_text(json.dumps(catalogue()["HuggingFaceTB/SmolLM2-135M"]["config"]))
     assert load_shape(str(tmp_path)).weights == table.weights

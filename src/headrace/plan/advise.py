@@ -12,7 +12,7 @@ from headrace.plan.capacity import Capacity, Lengths, Objective, batch_limits, c
 from headrace.plan.cost import CostModel
 from headrace.plan.devices import Device
 from headrace.plan.factors import Factors
-from headrace.plan.memory import CPU_LEVELS, LEVELS, Level, Memory, split_memory, weight_bytes
+from headrace.plan.memory import Level, Memory, levels_for, split_memory, weight_bytes
 from headrace.plan.money import Terms, monthly
 from headrace.plan.shape import Shape
 from headrace.plan.simulate import Failure, Outcome, simulate
@@ -23,7 +23,7 @@ LEAST_WINDOW = 1.0  # seconds
 SIMULATED = 4000  # requests around the peak that the answer is checked with,
 SIMULATED_TOKENS = 12_000_000  # or as many as have so many prompt tokens
 FEWER = 1.15  # one device is taken before several that cost less by no more than this
-FAITHFUL = ("bf16", "fp8", "int8", "fp4", "int4")  # the more faithful level first, where the price is the same
+FAITHFUL = ("bf16", "file", "fp8", "int8", "fp4", "int4")  # the more faithful level first, where the price is the same
 REPAIRS = 6  # times replicas are added when the simulation misses the objective
 WORTH_IT = 0.05  # share of prompt tokens from the cache below which it does not change the answer
 LOST_FOR = 60.0  # seconds without the lost replica
@@ -118,7 +118,7 @@ def choose(question: Question, found: Sequence[Option]) -> Option | None:
 
 
 def _levels(question: Question, device: Device) -> list[Level]:
-    levels = CPU_LEVELS if device.kind == "cpu" else LEVELS
+    levels = levels_for(question.shape, device.kind)
     return [level for name, level in levels.items() if not question.levels or name in question.levels]
 
 

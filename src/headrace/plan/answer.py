@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.plan.advise import Checked, Option, Question, choose, mistakes, options, repair
-from headrace.plan.memory import CPU_LEVELS, LEVELS
+from headrace.plan.memory import levels_for
 from headrace.plan.money import per_million, rent_or_buy
 
 BINS = 120  # of the demand over time
@@ -55,8 +55,9 @@ def _refuse_impossible(question: Question) -> None:
     shortest = min(prompt + answer for prompt, answer in zip(question.traffic.prompts, question.traffic.answers, strict=True))
     if shortest > question.shape.context_length:
         raise UsageError(f"the shortest request has {shortest} tokens, the model's context is {question.shape.context_length}")
-    if unknown := set(question.levels) - set(LEVELS) - set(CPU_LEVELS):
-        raise UsageError(f"--level: unknown {sorted(unknown)[0]!r}; known are {', '.join(LEVELS)}")
+    known = [name for kind in ("gpu", "cpu") for name in levels_for(question.shape, kind)]
+    if unknown := set(question.levels) - set(known):
+        raise UsageError(f"--level: unknown {sorted(unknown)[0]!r}; known are {', '.join(dict.fromkeys(known))}")
 
 
 def _cannot(question: Question, able: Sequence[Option], found: Sequence[Option]) -> str:

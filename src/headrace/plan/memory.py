@@ -17,7 +17,7 @@ class Level:
     """How weights are stored and multiplied: `bits` a value, `scale_bits` for every `group` values of a column (0: one a column)."""
 
     name: str
-    bits: int
+    bits: float
     group: int
     scale_bits: int
     compute: Compute  # type of the multiplication, whose peak counts
@@ -48,6 +48,15 @@ CPU_LEVELS: dict[str, Level] = {
     "int8": Level("int8", 8, 32, 16, "int8", 8.5),
     "int4": Level("int4", 4, 32, 16, "int8", 8.5),
 }
+
+
+def levels_for(shape: Shape, kind: str) -> dict[str, Level]:
+    """The levels of a kind of device; on a CPU also the file's own, when the model comes from one that is quantized."""
+    levels = CPU_LEVELS if kind == "cpu" else LEVELS
+    if kind != "cpu" or not shape.file_bytes:
+        return levels
+    bits = 8 * shape.file_bytes / shape.parameters
+    return {"file": Level("file", bits, 0, 0, "int8" if bits < 12 else "bf16", bits)} | levels
 
 
 def level_named(name: str, kind: str = "gpu") -> Level:

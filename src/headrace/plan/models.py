@@ -20,6 +20,11 @@ from headrace.plan.shape import Shape
 # Endings of names that say how a model was trained on or stored, not what shape it has.
 SUFFIXES = (
     "-v0.1",
+    "-v2",
+    "-mxfp4",
+    "-preview",
+    "-thinking",
+    "-2507",
     "-v0.3",
     "-instruct",
     "-chat",
