@@ -24,7 +24,6 @@ from headrace.plan.devices import load_devices
 from headrace.plan.factors import named_factors
 from headrace.plan.memory import LEVELS
 from headrace.plan.models import known
-from headrace.plan.replica import Replica
 from headrace.plan.simulate import Failure, Outcome, Routing, prompt_ids, simulate
 from headrace.plan.traffic import Traffic, generate, read_trace
 from headrace.request import SamplingParams, Submit
@@ -112,11 +111,8 @@ def test_a_step_with_an_event_cannot_be_skipped() -> None:
 class _Cost:
     """What the simulation charges for a plan, for the executor that checks plans."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-
     def seconds(self, plan: Plan) -> float:
-        return self._replica._seconds(plan)
+        return LLAMA.step_s(plan.chunks)
 
 
 @pytest.mark.parametrize("hashed", [False, True])
@@ -129,7 +125,7 @@ def test_plans_are_the_engines_own(hashed: bool) -> None:
     assert outcome.summary()["preemptions"] > 0 or hashed
 
     clock = VirtualClock()
-    executor = SimulatedExecutor(clock, engine_config.num_blocks, _Cost(outcome.replicas[0]))  # type: ignore[arg-type]
+    executor = SimulatedExecutor(clock, engine_config.num_blocks, _Cost())  # type: ignore[arg-type]
     steps: list[StepRecord] = []
     engine = Engine(
         Scheduler(engine_config, clock), executor, record=lambda seen: steps.append(seen) if isinstance(seen, StepRecord) else None

@@ -12,6 +12,8 @@ from typer.core import TyperGroup
 from headrace.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
     from headrace.plan.capacity import Objective
@@ -230,10 +232,12 @@ def _error_row(table: Table, name: str, told: dict[str, Any]) -> None:
 
 @app.command()
 def calibrate(
-    measured: Annotated[list[Path], typer.Argument(help="CSV files of measurements, as for check.")],
+    measured: Annotated[list[Path], typer.Argument(help="CSV files of measurements, as for check; or one recording of serve --record.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the factors go (YAML), for --factors.")],
-    start: Annotated[str, typer.Option(help="Factors to start from: published, fitted, or a file.")] = "published",
-    model: Annotated[str, typer.Option(help="Only rows of models whose name contains this.")] = "",
+    start: Annotated[str, typer.Option(help="Factors to start from: published, fitted, or a file. For a recording a CPU's own.")] = "",
+    model: Annotated[str, typer.Option(help="Only rows of models whose name contains this. For a recording: the model it is of.")] = "",
+    level: Annotated[str, typer.Option(help="For a recording: the level of its weights.")] = "file",
+    device: Annotated[str, typer.Option(help="For a recording: the device it was made on.")] = "this-machine",
     devices: DevicesFile = None,
 ) -> None:
     """Fit the cost model's factors to measurements.
@@ -242,26 +246,72 @@ def calibrate(
     Example:
       headrace plan calibrate measured.csv --model Llama-3.1-8B -o factors.yaml
       headrace plan check measured.csv --factors factors.yaml
+      headrace plan calibrate run.jsonl --model model.gguf -o here.yaml
     """
     from rich.console import Console
 
-    from headrace.plan.calibrate import fit
     from headrace.plan.devices import load_devices
     from headrace.plan.factors import dump_factors
+
+    catalogue = load_devices(devices)
+    console = Console(stderr=True)
+    with console.status("fitting") as status:
+
+        def progress(done: int, of: int) -> None:
+            status.update(f"fitting, round {done + 1} of {of}")
+
+        if measured[0].suffix == ".jsonl":
+            if len(measured) > 1 or not model:
+                raise UsageError("a recording: expected one file, and --model with the model it is of")
+            factors, about = _from_recording(measured[0], model, level, device, start, catalogue, progress)
+        else:
+            factors, about = _from_rows(measured, model, start or "published", catalogue, progress)
+    _write(output, dump_factors(factors, about))
+    print(f"{output}: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items()))
+
+
+def _from_rows(
+    measured: list[Path], model: str, start: str, catalogue: dict[str, Device], progress: Callable[[int, int], None]
+) -> tuple[Factors, dict[str, Any]]:
+    from headrace.plan.calibrate import fit
     from headrace.plan.measured import check as check_rows
     from headrace.plan.measured import read_measured
 
-    catalogue = load_devices(devices)
     rows = [row for path in measured for row in read_measured(path, catalogue)[0] if model.lower() in row.model.lower()]
     if not rows:
         raise UsageError(f"no row to calibrate with{f': no model contains {model!r}' if model else ''}")
-    console = Console(stderr=True)
-    with console.status("fitting") as status:
-        factors = fit(rows, factors_named(start), lambda done, of: status.update(f"fitting, round {done + 1} of {of}"))
+    factors = fit(rows, factors_named(start), progress)
     told = check_rows(rows, factors)
-    about = {
+    return factors, {
         "rows": len(rows), "models": sorted({row.model for row in rows}), "devices": sorted({row.device.name for row in rows}),
         "tpot_median_error": round(told["tpot"]["median"], 4), "ttft_median_error": round(told["ttft"]["median"], 4),
     }  # fmt: skip
-    _write(output, dump_factors(factors, about))
-    print(f"{output}: {len(rows)} rows, median error on them: TPOT {told['tpot']['median']:.1%}, TTFT {told['ttft']['median']:.1%}")
+
+
+def _from_recording(
+    path: Path, model: str, level: str, device: str, start: str, catalogue: dict[str, Device], progress: Callable[[int, int], None]
+) -> tuple[Factors, dict[str, Any]]:
+    from headrace.cli.recording import StepLine, read
+    from headrace.plan.calibrate import Step, fit_steps, step_errors
+    from headrace.plan.cost import CostModel
+    from headrace.plan.devices import find_device
+    from headrace.plan.factors import CPU
+    from headrace.plan.memory import levels_for
+    from headrace.plan.models import load_shape
+
+    shape = load_shape(model)
+    on = _this_machine() if device == "this-machine" else find_device(device, catalogue)
+    levels = levels_for(shape, on.kind)
+    if level not in levels:
+        raise UsageError(f"--level: expected one of {', '.join(levels)}, got {level!r}")
+    # A step reads the clock when it starts and when it has ended, last of all.
+    lines = [line for line in read(path) if isinstance(line, StepLine) and len(line.clock) >= 2 and line.plan.chunks]
+    steps = [Step(tuple(line.plan.chunks), line.clock[-1] - line.clock[-2]) for line in lines if line.clock[-1] > line.clock[-2]]
+    if not steps:
+        raise UsageError(f"{path}: no step in it")
+    factors = fit_steps(steps, shape, on, levels[level], factors_named(start) if start else CPU, progress)
+    errors = step_errors(steps, CostModel(shape, on, levels[level], 1, factors))
+    return factors, {
+        "steps": len(steps), "model": shape.name, "level": level, "device": on.name, "read_gb_s": round(on.bandwidth / 1e9, 2),
+        "step_median_error": round(errors["median"], 4), "total_error": round(errors["total"], 4),
+    }  # fmt: skip

@@ -5,8 +5,9 @@ Few factors, each a share of a published peak or a time with a cause, so that wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from headrace.engine.plan import Chunk
 from headrace.errors import UsageError
 from headrace.plan.devices import Device
 from headrace.plan.factors import Factors
@@ -104,6 +105,20 @@ class CostModel:
         """Whether so many tokens take longer to compute than their weights to read."""
         read, compute = self._linear
         return tokens * compute > read
+
+    def step_s(self, chunks: Iterable[Chunk]) -> float:
+        """A step as the scheduler planned it, prompts and decoding mixed."""
+        tokens = rows = 0
+        prompts = 0.0
+        contexts = []
+        for _, start, stop, _, samples in chunks:
+            tokens += stop - start
+            rows += samples
+            if stop - start == 1:
+                contexts.append(stop)
+            else:
+                prompts += self.prompt_s(start, stop)
+        return self.weights_s(tokens, rows) + prompts + self.attend_all_s(contexts) + self.overhead_s(tokens, rows)
 
     def decode_s(self, rows: float, context: float) -> float:
         """A step that decodes a token of each of `rows` sequences of `context` tokens."""

@@ -116,7 +116,7 @@ class Replica:
         scheduler, clock = self.scheduler, self.clock
         start = clock.now
         plan = scheduler.schedule()
-        seconds = self._seconds(plan)
+        seconds = self.cost.step_s(plan.chunks)
         clock.advance(seconds)
         self._use(Usage(start, seconds, len(plan.chunks), len(self.open) - len(plan.chunks), scheduler.pool.num_held))
         self._note(scheduler.commit(plan, [0] * sum([chunk.samples for chunk in plan.chunks])), start)
@@ -124,20 +124,6 @@ class Replica:
         self.steps += 1
         if self._on_step is not None:
             self._on_step(plan, start)
-
-    def _seconds(self, plan: Plan) -> float:
-        cost = self.cost
-        tokens = rows = 0
-        prompts = 0.0
-        contexts = []
-        for _, start, stop, _, samples in plan.chunks:
-            tokens += stop - start
-            rows += samples
-            if stop - start == 1:
-                contexts.append(stop)
-            else:
-                prompts += cost.prompt_s(start, stop)
-        return cost.weights_s(tokens, rows) + prompts + cost.attend_all_s(contexts) + cost.overhead_s(tokens, rows)
 
     def _note(self, events: StepEvents, start: float) -> None:
         records, now = self._records, events.time
