@@ -14,15 +14,22 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.recording import Recorder, StepLine, read
+from headrace.config import EngineConfig
+from headrace.engine.loop import Engine
+from headrace.engine.plan import Plan
+from headrace.engine.scheduler import Scheduler
 from headrace.errors import UsageError
-from headrace.plan.calibrate import fit
+from headrace.executors.simulated import SimulatedExecutor, VirtualClock
+from headrace.plan.calibrate import Step, fit, step_errors
 from headrace.plan.cost import CostModel
 from headrace.plan.devices import load_devices
-from headrace.plan.factors import Factors, dump_factors, load_factors, named_factors
+from headrace.plan.factors import CPU, Factors, dump_factors, load_factors, named_factors
 from headrace.plan.measured import Row, check, predict, read_measured
-from headrace.plan.memory import LEVELS, weight_bytes
+from headrace.plan.memory import CPU_LEVELS, LEVELS, weight_bytes
 from headrace.plan.models import known
 from headrace.plan.shape import Shape
+from headrace.request import SamplingParams, Submit
 from tests.test_cli import run
 
 WHOLE = Path(__file__).parents[2] / "shared" / "data" / "gpu-measured.csv"
@@ -146,6 +153,48 @@ def test_check_prints_what_machines_read(tmp_path: Path) -> None:
     done = run("plan", "calibrate", str(path), "--model", "llama", "-o", str(out))
     assert done.returncode == 0, done.stderr
     assert run("plan", "check", str(path), "--factors", str(out)).returncode == 0
+
+
+def test_a_recording_gives_back_the_factors_behind_it(tmp_path: Path) -> None:
+    """A server whose steps take what known factors say; calibrated at one load, the predictions for another are right."""
+    own, device = shape("SmolLM2-135M"), "epyc-turin-9755"
+    true = replace(CPU, bandwidth=0.5, compute_8=0.4, layer_s=4e-5, step_s=1e-3)
+    cost = CostModel(own, DEVICES[device], CPU_LEVELS["int8"], 1, true)
+
+    def record(name: str, load: int) -> Path:
+        path, clock = tmp_path / name, VirtualClock(1.0)
+        config = EngineConfig(2048, 4000, max_batch_size=64, max_batch_tokens=256, prefix_cache=False)
+        recorder = Recorder(str(path), config, (), clock)
+        executor = SimulatedExecutor(clock, 4000, _Charge(cost), verify=False)  # type: ignore[arg-type]
+        engine = Engine(Scheduler(config, recorder.clock), executor, record=recorder)
+        for i in range(20 * load):
+            while len(engine.scheduler._requests) >= load:
+                engine.step()
+            submit = Submit(i, bytes(4 * (20 + 37 * i % 300)), SamplingParams(5 + 11 * i % 60, ignore_eos=True), 0, clock())
+            engine.apply(submit)
+        recorder.close()
+        return path
+
+    out = tmp_path / "here.yaml"
+    arguments = ("--model", "SmolLM2-135M", "--level", "int8", "--device", device, "-o", str(out))
+    done = run("plan", "calibrate", str(record("one.jsonl", 4)), *arguments)
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in read(record("other.jsonl", 24)) if isinstance(line, StepLine)]
+    seen = [Step(tuple(line.plan.chunks), line.clock[-1] - line.clock[-2]) for line in steps]
+    before = step_errors(seen, CostModel(own, DEVICES[device], CPU_LEVELS["int8"], 1, CPU))
+    after = step_errors(seen, CostModel(own, DEVICES[device], CPU_LEVELS["int8"], 1, load_factors(out)))
+    assert before["median"] > 0.3
+    assert after["median"] < 0.05
+    assert abs(after["total"]) < 0.05
+    assert "expected one file, and --model" in run("plan", "calibrate", str(tmp_path / "one.jsonl"), "-o", str(out)).stderr
+
+
+class _Charge:
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    def seconds(self, plan: Plan) -> float:
+        return self._cost.step_s(plan.chunks)
 
 
 HEADER = "id,model_path,system,mode,gemm_quant_mode,isl,osl,batch_size,tp_size,pp_size,silicon_ttft_ms,silicon_tpot_ms\n"
