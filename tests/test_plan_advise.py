@@ -273,6 +273,16 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], says: str) -> 
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("lines", ["0,100,5", "0,100,5\n0,100,5", "0,1,1\n5,1,1"])
+def test_the_smallest_traces(tmp_path: Path, lines: str) -> None:
+    path = tmp_path / "[odd] name.csv"
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + lines + "\n")
+    done = run("plan", "Llama-3.1-8B", "--traffic", str(path), *CHAT[4:])
+    assert done.returncode == 0, done.stderr
+    assert "[odd] name.csv" in done.stdout
+    assert "take" in done.stdout
+
+
 def test_an_impossible_objective_is_a_plain_cannot() -> None:
     done = run("plan", "Llama-3.1-70B", "--rate", "1", "--in", "1000", "--out", "100", "--slo", "ttft=1,itl=1", "--device", "h100")
     assert done.returncode == 0

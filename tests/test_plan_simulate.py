@@ -84,7 +84,7 @@ def workloads(draw: st.DrawFn) -> tuple[Traffic, EngineConfig, dict[str, Any]]:
     return Traffic("drawn", times, prompts, answers, hashes), settings_, {"replicas": replicas, "routing": routing, "failures": down}
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(workloads(), st.sampled_from([LLAMA, WINDOWED]))
 def test_skipping_is_stepping(drawn: tuple[Traffic, EngineConfig, dict[str, Any]], cost: CostModel) -> None:
     traffic, engine, how = drawn

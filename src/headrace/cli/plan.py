@@ -206,7 +206,7 @@ def check(
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     table = Table(title=f"{len(rows)} rows, error of the prediction relative to what was measured", title_justify="left", box=None)
     for name in ("", "rows", "TPOT median", "p90", "bias", "TTFT median", "p90", "bias"):
         table.add_column(name, justify="right" if name else "left")

@@ -10,10 +10,10 @@ from rich.table import Table
 
 def show(told: dict[str, Any], top: int) -> None:
     """A plan (plan/answer.py) on standard output."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     model, traffic, objective, best = told["model"], told["traffic"], told["objective"], told["answer"]
     size = f"{model['parameters'] / 1e9:.2f} B parameters, {model['kv_bytes_per_token'] / 1024:,.0f} KiB of keys and values a token"
-    console.print(f"[bold]{model['name']}[/bold]: {size}")
+    console.print(f"{model['name']}: {size}")
     console.print(
         f"{traffic['name']}: {traffic['rate']:.2f} requests/s on average, {traffic['peak_rate']:.1f} in the peak of "
         f"{traffic['peak_window_s']:g} s (at most {traffic['highest_rate']:.1f}); {traffic['prompt_mean']:.0f} tokens in, "
@@ -25,7 +25,7 @@ def show(told: dict[str, Any], top: int) -> None:
         f"promised to {objective['share']:.0%}: first token within {objective['ttft_ms']:g} ms, then one every {objective['itl_ms']:g} ms\n"
     )
     if best is None:
-        console.print(f"[bold]cannot[/bold]: {told['cannot']}")
+        console.print(f"cannot: {told['cannot']}", style="bold")
     else:
         _answer(console, best, objective)
     _options(console, told["options"], top)
@@ -100,7 +100,7 @@ def _options(console: Console, options: list[dict[str, Any]], top: int) -> None:
 
 
 def _mistakes(console: Console, mistakes: list[dict[str, Any]], best: dict[str, Any]) -> None:
-    console.print("\n[bold]what two common mistakes would have bought[/bold]")
+    console.print("\nwhat two common mistakes would have bought", style="bold")
     for mistake in mistakes:
         share, wait = mistake["within_objective"], mistake["ttft_p95_ms"]
         got = (
