@@ -53,7 +53,7 @@ def told(outcome: Outcome) -> dict[str, Any]:
     """Everything but how it was found."""
     summary = {key: value for key, value in outcome.summary().items() if key != "steps_skipped"}
     pools = [(r.scheduler.pool.refs, r.scheduler.pool._free, list(r.scheduler.pool._cached)) for r in outcome.replicas]
-    counted = [(r.scheduler.tally.steps, r.scheduler.tally.prompt_tokens, r.scheduler.budget.tokens) for r in outcome.replicas]
+    counted = [(r.scheduler.tally.steps, r.scheduler.tally.prompt_tokens, r.scheduler.budget.limit(True, True)) for r in outcome.replicas]
     return summary | {
         "records": [asdict(record) for record in outcome.records], "timeline": asdict(outcome.timeline), "pools": pools, "counted": counted
     }  # fmt: skip
