@@ -312,7 +312,7 @@ class LinearBench {
         for (int k = 0; k < kGroup; k++) {
           const int8_t q = static_cast<int8_t>(static_cast<int>(mix(state) % 255) - 127);
           a_.in.q[r * a_.in.ldq + g * kGroup + k] = q;
-          a_.in.b[r * a_.in.ldb + g * kGroup + k] = static_cast<bf16>(0x3C00 | (q << 8 & 0x8000) | (q & 0x7f));
+          a_.in.b[r * a_.in.ldb + g * kGroup + k] = static_cast<bf16>(0x3C00 | (q < 0 ? 0x8000 : 0) | (q & 0x7f));
           sum += q;
         }
         const int64_t at = r * a_.in.ldg + g;

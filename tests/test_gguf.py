@@ -312,6 +312,24 @@ def test_a_file_cut_short_after_it_was_opened(tmp_path: Path) -> None:
             file.read("t1")
 
 
+def test_reads_that_bring_only_a_part_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system may answer at any time; the header is read so as well."""
+    path = write(tmp_path, tiny_bytes())
+    with GGUFFile(path) as file:
+        whole = {name: file.read(name) for name in file.tensors}
+    preadv = os.preadv
+    calls = []
+
+    def a_part(fd: int, views: list[memoryview], offset: int) -> int:
+        calls.append(len(views[0]))
+        return preadv(fd, [views[0][:997]], offset)
+
+    monkeypatch.setattr(os, "preadv", a_part)
+    with GGUFFile(path) as file:
+        assert {name: file.read(name) for name in file.tensors} == whole
+    assert max(calls) > 997
+
+
 def test_descriptors_are_closed(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     path = write(tmp_path, REFUSED["not enough data"][0])

@@ -252,6 +252,23 @@ print(digest.hexdigest())
     assert out.stdout.strip() == digest.hexdigest()
 
 
+def test_a_digest_names_what_the_files_hold(tmp_path: Path) -> None:
+    tiny = Tiny(types=QUANTIZED)
+    path = write_gguf(tmp_path / "m.gguf", tiny)
+    (tmp_path / "copy").mkdir()
+    model, copy = load_model(path), load_model(write_gguf(tmp_path / "copy" / "renamed.gguf", tiny))
+    assert model.digest == copy.digest == attach(model.arena.fd, model.manifest()).digest
+    # A tensor's last byte, another type, a setting: other keys and values.
+    kind, shape, data = tiny.tensors["layers.1.v"]
+    others = [
+        tiny.with_tensor("layers.1.v", kind, shape, data[:-1] + bytes([data[-1] ^ 1])),
+        Tiny(types=QUANTIZED[:1]),
+        Tiny(types=QUANTIZED, context=32),
+    ]
+    digests = {load_model(write_gguf(tmp_path / f"{i}.gguf", other)).digest for i, other in enumerate(others)}
+    assert len(digests | {model.digest}) == 4
+
+
 def test_bad_manifests(tmp_path: Path) -> None:
     model = load_model(write_gguf(tmp_path / "m.gguf", Tiny()))
     manifest = model.manifest()

@@ -17,7 +17,7 @@ import msgspec
 
 from headrace import machine
 from headrace.cli.recording import Recorder
-from headrace.config import BLOCK_TOKENS, NUMERICS_VERSION, EngineConfig, Level, Policy
+from headrace.config import BLOCK_TOKENS, KV_LEVEL, NUMERICS_VERSION, EngineConfig, Level, Policy
 from headrace.engine.loop import Engine
 from headrace.engine.prefix import PrefixHasher
 from headrace.engine.scheduler import Scheduler
@@ -91,6 +91,13 @@ def load(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tupl
         return prepared.load(arena.Arena.private(prepared.nbytes)), b"", plan
 
 
+def prefix_scope(model: Model) -> tuple[str, ...]:
+    """Everything that keys and values depend on beside the tokens: what the root of the prefix index is made from."""
+    from headrace.kernels import native
+
+    return (f"numerics {NUMERICS_VERSION}", f"isa {native.level()}", f"model {model.digest}", f"weights {model.level}", f"kv {KV_LEVEL}")
+
+
 def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tuple[Engine, Ready]:
     """Raises HeadraceError."""
     from headrace.executors.native import NativeExecutor
@@ -104,11 +111,9 @@ def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tup
     num_blocks = hello.num_blocks or (plan.num_blocks if plan is not None else 0)
     config = engine_config(settings, context, num_blocks)
     executor = NativeExecutor(cast("Any", model), config, threads)
-    # Everything that keys and values depend on beside the tokens.
-    scope = (f"numerics {NUMERICS_VERSION}", str(model.path), model.level, str(native.level()))
     recorder = Recorder(settings.record, config, model.end_token_ids) if settings.record else None
     clock = recorder.clock if recorder is not None else time.monotonic
-    scheduler = Scheduler(config, clock, model.end_token_ids, PrefixHasher(scope, settings.secret))
+    scheduler = Scheduler(config, clock, model.end_token_ids, PrefixHasher(prefix_scope(model), settings.secret))
     engine = Engine(scheduler, executor, record=recorder)
     warm_up(engine, shape.vocab_size, context)
     ready = Ready(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,7 @@ from headrace.models.source import TensorInfo
 MANIFEST_VERSION = 1
 PIECE_BYTES = 512 << 10  # of the file at once: read and packed while it is in the second-level cache
 MAX_THREADS = 2  # packing is bound by memory from there on
+_EDGE_BYTES = 64  # of each tensor's beginning and end, that a digest is made from
 
 Weight = PackedWeight | NDArray[np.float32]
 
@@ -45,6 +47,7 @@ class Model:
     path: Path  # the GGUF file or the folder it came from
     kind: str  # gguf, safetensors
     end_token_ids: tuple[int, ...]
+    digest: str  # names what the files hold: see `digest_of`
     source: GGUFFile | SafetensorsFolder | None = None  # closed; its metadata is what a tokenizer is made from. None when attached
 
     def manifest(self) -> dict[str, Any]:
@@ -64,6 +67,7 @@ class Model:
             "path": str(self.path),
             "kind": self.kind,
             "end_token_ids": list(self.end_token_ids),
+            "digest": self.digest,
         }
 
 
@@ -110,8 +114,8 @@ class Prepared:
             weights[vector.name] = array
         if self.config.tie_embeddings:
             weights["head"] = weights["embed"]
-        network = self.network
-        return Model(network.config, self.level, weights, arena, self.source.path, self.source.kind, network.end_token_ids, self.source)
+        ends, source = self.network.end_token_ids, self.source
+        return Model(self.config, self.level, weights, arena, source.path, source.kind, ends, digest_of(self.config, source), source)
 
     def _check_copy(self, embed: TensorInfo, head: TensorInfo) -> None:
         """A head stored beside a tied embedding is a copy of it, or the file contradicts its configuration."""
@@ -191,4 +195,16 @@ def attach(fd: int, manifest: dict[str, Any]) -> Model:
             weights[name] = PackedWeight(entry["format"], entry["n"], entry["k"], arena.address + offset, nbytes, offset)
     if config.tie_embeddings:
         weights["head"] = weights["embed"]
-    return Model(config, manifest["level"], weights, arena, Path(manifest["path"]), manifest["kind"], tuple(manifest["end_token_ids"]))
+    path, ends = Path(manifest["path"]), tuple(manifest["end_token_ids"])
+    return Model(config, manifest["level"], weights, arena, path, manifest["kind"], ends, manifest["digest"])
+
+
+def digest_of(config: ModelConfig, source: GGUFFile | SafetensorsFolder) -> str:
+    """Tells models apart without reading them whole: configuration, and each tensor's name, type, shape, first and last bytes."""
+    digest = blake2b(repr(config).encode(), digest_size=16)
+    for name, tensor in sorted(source.tensors.items()):
+        digest.update(repr((name, tensor.type, tensor.shape)).encode())
+        edge = min(_EDGE_BYTES, tensor.nbytes)
+        for offset in (tensor.offset, tensor.offset + tensor.nbytes - edge):
+            digest.update(source.file_of(tensor).read(edge, offset, name))
+    return digest.hexdigest()
