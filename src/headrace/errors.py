@@ -10,6 +10,7 @@ HeadraceError
     ├── UnsupportedParameter       400 unsupported_parameter
     ├── ContextLengthExceeded      400 context_length_exceeded, with both numbers
     ├── ModelNotFound              404 model_not_found
+    ├── DeadlineExceeded           408 deadline_exceeded: the request's own deadline_ms
     ├── QueueFull                  429 rate_limit_exceeded
     ├── QueueTimeExceeded          429 queue_time_exceeded: it would wait longer than it may
     ├── RateLimited                429 rate_limit_exceeded: a key's own limits
@@ -76,6 +77,12 @@ class ContextLengthExceeded(RequestError):
 class ModelNotFound(RequestError):
     status = 404
     code = "model_not_found"
+
+
+class DeadlineExceeded(RequestError):
+    status = 408
+    type = "timeout_error"
+    code = "deadline_exceeded"
 
 
 class QueueFull(RequestError):

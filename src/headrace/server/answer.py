@@ -18,7 +18,7 @@ from typing import Any
 from headrace.errors import EngineFailed, RequestError
 from headrace.request import SamplingParams, Submit
 from headrace.server.codec import Detokenizer, TextCodec
-from headrace.server.formats import DONE, Endpoint, Format, error_body, usage
+from headrace.server.formats import Endpoint, Format, usage
 from headrace.server.front import Front
 from headrace.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
 from headrace.server.metrics import Metrics
@@ -54,6 +54,7 @@ class Work:
     cache_salt: str = ""
     tenant: str = ""  # the name of the caller's key
     batch: bool = False
+    deadline_ms: float | None = None  # from its arrival
 
 
 class Sample(OpenSample):
@@ -226,13 +227,15 @@ class Answer:
         self.traceparent = traceparent
         self._worker = worker
         self._codec = codec
-        writer: Callable[[TextCodec], LogprobWriter] = ChatLogprobs if work.endpoint == "chat" else CompletionLogprobs
+        writer: Callable[[TextCodec], LogprobWriter] = CompletionLogprobs if work.endpoint == "completions" else ChatLogprobs
         for prompt in work.prompts:
             first = len(self.parts) * work.num_samples
             record = work.params.logprobs >= 0
 
             def sample(index: int, record: bool = record) -> Sample:
-                text = codec.detokenizer(stop=work.stop, include_stop=work.include_stop, strip_space=work.endpoint == "chat", record=record)
+                text = codec.detokenizer(
+                    stop=work.stop, include_stop=work.include_stop, strip_space=work.endpoint != "completions", record=record
+                )
                 return Sample(index, text, writer(codec) if record else None)
 
             samples = [sample(first + i) for i in range(work.num_samples)]
@@ -304,9 +307,9 @@ class Answer:
         self._end("refused" if error.status < 500 else "failed", error.code or "error", error.status)
         try:
             if self.wire.started:
-                self.wire.write(b"data: " + error_body(error) + b"\n\n" + DONE, more=False)
+                self.wire.write(self.format.failure(error), more=False)
             else:
-                self.wire.respond(error.status, JSON_HEADERS + self.headers() + retry_headers(error), error_body(error))
+                self.wire.respond(error.status, JSON_HEADERS + self.headers() + retry_headers(error), self.format.error(error))
         except SlowReader:
             self.wire.close()
 
@@ -385,6 +388,8 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 def retry_headers(error: RequestError) -> list[tuple[bytes, bytes]]:
     """When to come again, for refusals that will pass."""
+    if error.status == 408:
+        return [(b"x-should-retry", b"false")]  # its time is over: clients would try again by themselves
     if error.status not in (429, 503):
         return []
     seconds = max(1, math.ceil(error.retry_after_s))

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.errors import RequestError
 
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses", "messages"]
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00"  # stands for the text while the bytes around it are made; no id or model name has it
@@ -47,6 +47,14 @@ class Format:
         self.created = created
         self.model = model
         self.with_usage = with_usage
+
+    def error(self, error: RequestError) -> bytes:
+        """The body of a response that is an error."""
+        return error_body(error)
+
+    def failure(self, error: RequestError) -> bytes:
+        """The end of a stream that fails."""
+        return b"data: " + error_body(error) + b"\n\n" + DONE
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         chunk = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model, "choices": choices}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, ModelNotFound, RequestError, Unavailable
+from headrace.errors import ContextLengthExceeded, DeadlineExceeded, EngineFailed, InvalidRequest, ModelNotFound, RequestError, Unavailable
 from headrace.server import protocol
 from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
 from headrace.server.codec import TextCodec
 from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, error_body
 from headrace.server.limits import refuse_long_text, refuse_shape
+from headrace.server.messages_api import MessagesFormat, message_error, parse_messages
 from headrace.server.report import Ended, traceparent_of
 from headrace.server.responses import StreamAnswer, WholeAnswer
+from headrace.server.responses_api import ResponsesFormat, parse_response
+from headrace.server.single import SingleStream, SingleWhole, TextFormat
 from headrace.server.wire import Wire
 
 if TYPE_CHECKING:
@@ -24,6 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.http")
 
 Scope = MutableMapping[str, Any]
+FORMATS: dict[Endpoint, type[Format]] = {
+    "chat": ChatFormat,
+    "completions": CompletionFormat,
+    "responses": ResponsesFormat,
+    "messages": MessagesFormat,
+}
 INLINE_CHARS = 4096  # longer text is tokenized off the event loop
 
 
@@ -81,11 +91,20 @@ class Generate:
             return
         app.answers.add(answer)
         app.idle.clear()
+        deadline: asyncio.TimerHandle | None = None
         try:
+            if answer.work.deadline_ms is not None:
+                over = DeadlineExceeded(
+                    f"deadline_ms: the request was not done {answer.work.deadline_ms:g} ms after it came", param="deadline_ms"
+                )
+                left = answer.arrived_at + answer.work.deadline_ms / 1000 - time.monotonic()
+                deadline = asyncio.get_running_loop().call_later(max(0.0, left), answer.fail, over)
             answer.begin()
             while (await receive())["type"] != "http.disconnect":
                 pass
         finally:
+            if deadline is not None:
+                deadline.cancel()
             answer.cancel()
             app.answers.discard(answer)
             if not app.answers:
@@ -97,7 +116,7 @@ class Generate:
         # The rest of an unwanted body is read and dropped (HttpProtocol bounds the time): who still sends would not see the answer.
         if app.draining:
             headers.append((b"connection", b"close"))
-        wire.respond(error.status, headers, error_body(error))
+        wire.respond(error.status, headers, message_error(error) if self._endpoint == "messages" else error_body(error))
         took = time.monotonic() - scope["headrace.arrived"]
         app.metrics.ended(self._endpoint, "refused" if error.status < 500 or error.status == 503 else "failed", error.code or "error")
         if error.status == 429:
@@ -118,8 +137,13 @@ class Generate:
         if codec is None:
             raise Unavailable("the model is still loading")
         request: protocol.Common
-        if self._endpoint == "chat":
-            request = chat = protocol.parse_chat(body)
+        echo: dict[str, Any] = {}
+        if self._endpoint != "completions":
+            if self._endpoint == "responses":
+                chat, echo = parse_response(body)
+            else:
+                chat = parse_messages(body) if self._endpoint == "messages" else protocol.parse_chat(body)
+            request = chat
             asked, logprobs = chat.max_completion_tokens or chat.max_tokens, (chat.top_logprobs or 0) if chat.logprobs else -1
             messages = protocol.message_rows(chat.messages)
             texts = [message["content"] for message in messages]
@@ -158,16 +182,22 @@ class Generate:
             cache_salt=salt,
             tenant=tenant,
             batch=request.service_tier in ("batch", "flex"),
+            deadline_ms=request.deadline_ms,
         )
         options = request.stream_options
-        kind: type[Format] = ChatFormat if self._endpoint == "chat" else CompletionFormat
-        fmt = kind(
+        fmt = FORMATS[self._endpoint](
             f"{random.getrandbits(96):024x}",
             int(time.time()),
             request.model or app.settings.model_names[0],
             with_usage=bool(options is not None and options.include_usage),
         )
-        make: type[Answer] = StreamAnswer if stream else WholeAnswer
+        make: type[Answer]
+        if isinstance(fmt, ResponsesFormat):
+            fmt.echo = echo
+        if isinstance(fmt, TextFormat):
+            make = SingleStream if stream else SingleWhole
+        else:
+            make = StreamAnswer if stream else WholeAnswer
         return make(
             work, fmt, wire, app.worker, codec, app.metrics, app.front,
             request_id=request_id, arrived_at=scope["headrace.arrived"], traceparent=traceparent_of(scope["headers"]),

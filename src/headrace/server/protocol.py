@@ -41,7 +41,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "deadline_ms": (),
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
@@ -98,6 +97,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Short | None = None
     service_tier: Literal["auto", "default", "flex", "batch"] | None = None  # flex and batch fill what others leave idle
     cache_prompt: bool | None = None
+    deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None  # from when the request arrived
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
@@ -137,21 +137,21 @@ class Limits(msgspec.Struct, frozen=True):
     has_priorities: bool = False
 
 
-def _with_other_fields(base: type[Common], refused: dict[str, tuple[Any, ...]]) -> type[msgspec.Struct]:
+def with_other_fields(base: type[msgspec.Struct], refused: dict[str, tuple[Any, ...]]) -> type[msgspec.Struct]:
     """`base` with a field for everything we know and do not honour, so that the decoder tells them from typing errors."""
-    fields = [(name, Any, UNSET) for name in (*HARMLESS, *refused)]
+    fields = [(name, Any, UNSET) for name in (*HARMLESS, *refused) if name not in base.__struct_fields__]
     return msgspec.defstruct(base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True)
 
 
 _chat_refused = REFUSED
 _completion_refused = REFUSED | REFUSED_IN_COMPLETIONS
-_chat_decoder = msgspec.json.Decoder(_with_other_fields(ChatRequest, _chat_refused))
-_completion_decoder = msgspec.json.Decoder(_with_other_fields(CompletionRequest, _completion_refused))
+_chat_decoder = msgspec.json.Decoder(with_other_fields(ChatRequest, _chat_refused))
+_completion_decoder = msgspec.json.Decoder(with_other_fields(CompletionRequest, _completion_refused))
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest or UnsupportedParameter."""
-    request: Any = _decode(_chat_decoder, body, _chat_refused)
+    request: Any = decode_request(_chat_decoder, body, _chat_refused)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: only with logprobs set to true", param="top_logprobs")
     if request.max_completion_tokens is not None and request.max_tokens is not None and request.max_completion_tokens != request.max_tokens:
@@ -161,7 +161,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest or UnsupportedParameter."""
-    return _decode(_completion_decoder, body, _completion_refused)  # type: ignore[no-any-return]
+    return decode_request(_completion_decoder, body, _completion_refused)  # type: ignore[no-any-return]
 
 
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$")
@@ -179,13 +179,14 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes, refused: dict[str, tuple[Any, ...]]) -> Any:
+def decode_request(decoder: msgspec.json.Decoder[Any], body: bytes, refused: dict[str, tuple[Any, ...]]) -> Any:
+    """A generation request's body, whose decoder `with_other_fields` made. Raises as `decode`."""
     request = decode(decoder, body)
     for name, neutral in refused.items():
         value = getattr(request, name)
         if value is not UNSET and value is not None and not any(type(value) is type(each) and value == each for each in neutral):
             raise UnsupportedParameter(f"{name}: not supported by this server", param=name)
-    if request.stream_options is not None and not request.stream:
+    if getattr(request, "stream_options", None) is not None and not request.stream:
         raise InvalidRequest("stream_options: only with stream set to true", param="stream_options")
     return request
 

@@ -14,6 +14,7 @@ from headrace.server import protocol
 from headrace.server.formats import encode
 from headrace.server.generation import read_body, unknown_model
 from headrace.server.limits import refuse_long_text
+from headrace.server.messages_api import parse_count
 
 if TYPE_CHECKING:
     from headrace.server.app import Application
@@ -60,6 +61,16 @@ class Tokens:
             refuse_long_text(len(text), limits.context_length, cut=True)
             ids = await self._app.off_loop(lambda: [codec.encode(text, add_special=special)], len(text))
         return self._json(request, {"tokens": ids[0], "count": len(ids[0]), "max_model_len": limits.context_length})
+
+    async def count_tokens(self, request: Request) -> Response:
+        limits, codec, body = await self._ready(request)
+        model, given = parse_count(body)
+        self._check_model(model)
+        messages = protocol.message_rows(given)
+        num_chars = sum(len(row["content"]) for row in messages)
+        refuse_long_text(num_chars, limits.context_length, cut=True)
+        ids = await self._app.off_loop(lambda: [codec.encode_chat(messages)], num_chars)
+        return self._json(request, {"input_tokens": len(ids[0])})
 
     async def detokenize(self, request: Request) -> Response:
         limits, codec, body = await self._ready(request)

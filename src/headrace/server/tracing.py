@@ -11,7 +11,7 @@ from headrace import __version__
 from headrace.errors import UsageError
 from headrace.server.report import Ended
 
-_OPERATIONS = {"chat": "chat", "completions": "text_completion"}
+_OPERATIONS = {"chat": "chat", "completions": "text_completion", "responses": "chat", "messages": "chat"}
 _PHASES = ("accept", "queue", "prefill", "decode", "stalled", "deliver")
 
 
