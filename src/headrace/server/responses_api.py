@@ -43,7 +43,7 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     phase: Short | None = None
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # padding of OpenAI's own streams; none is sent
 
 
@@ -55,7 +55,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Unit | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
