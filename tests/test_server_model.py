@@ -163,3 +163,21 @@ def test_a_file_of_requests(tmp_path: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert "3 requests, 0 failed" in done.stderr
     assert target.read_text().count('"text": " four,') == 3
+
+
+def test_the_batch_tier_gives_way(server: HeadraceServe) -> None:
+    """It is answered when nobody else is there, with the tokens it has alone; beside others it waits, in no queue that others see."""
+    slow = {"prompt": "The river", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    expected = server.post(COMPLETIONS, slow)[1]["choices"][0]["text"]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        batch = pool.submit(server.post, COMPLETIONS, slow | {"service_tier": "batch"})
+        wait_for(lambda: server.metric("requests_running") == 1)
+        before = server.metric("preemptions_total")
+        status, headers, _ = server.exchange("POST", COMPLETIONS, {"prompt": "Now", "max_tokens": 30, "ignore_eos": True})
+        assert status == 200
+        assert int(headers["x-queue-position"]) == 1
+        assert not batch.done()
+        assert server.metric("preemptions_total") == before + 1
+        status, body = batch.result(30)
+    assert (status, body["choices"][0]["text"]) == (200, expected)
+    assert server.post(COMPLETIONS, {"prompt": "x", "service_tier": "priority"})[0] == 400
