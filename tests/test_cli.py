@@ -23,7 +23,7 @@ from scripted_engine import ServerProcess
 from headrace.cli import chat as chat_module
 from headrace.cli import generate, serve, session
 from headrace.cli.app import main
-from headrace.cli.generate import route
+from headrace.cli.generate import read_line, route
 from headrace.errors import HeadraceError, InvalidRequest, UsageError
 from headrace.models.hub import default_model_path
 from headrace.server import worker
@@ -171,7 +171,7 @@ def test_generate(scripted_sessions: EngineSettings, tmp_path: Path, capsys: pyt
     )
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert generate.run_generate(source, target, None, scripted_sessions) == 0
+    assert generate.run_generate(source, target, None, None, scripted_sessions) == 0
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     assert [answer["choices"][0]["text"] for answer in answers[:20]] == [line["prompt"] for line in lines[:20]]
     assert answers[20]["choices"][0]["message"]["content"] == "chat"
@@ -183,7 +183,7 @@ def test_generate(scripted_sessions: EngineSettings, tmp_path: Path, capsys: pyt
 def test_generate_tells_what_failed(scripted_sessions: EngineSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "good", "temperature": 0}\n{"prompt": "bad", "top_p": 3}\nnot json\n{"custom_id": "x"}\n')
-    assert generate.run_generate(source, None, None, scripted_sessions) == 1
+    assert generate.run_generate(source, None, None, None, scripted_sessions) == 1
     out = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert out[0]["choices"][0]["text"] == "good"
     assert out[1]["error"]["param"] == "top_p"
@@ -191,7 +191,34 @@ def test_generate_tells_what_failed(scripted_sessions: EngineSettings, tmp_path:
     assert "error" in out[3]
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(UsageError, match="no request"):
-        generate.run_generate(tmp_path / "empty", None, None, scripted_sessions)
+        generate.run_generate(tmp_path / "empty", None, None, None, scripted_sessions)
+
+
+def test_a_batch_file(scripted_sessions: EngineSettings, tmp_path: Path) -> None:
+    def line(custom_id: Any, url: str, **body: Any) -> dict[str, Any]:
+        return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "any", "temperature": 0} | body}
+
+    chat = [{"role": "user", "content": "hi"}]
+    lines = [
+        line("c", "/v1/chat/completions", messages=chat),
+        line("bad", "/v1/completions", prompt="x", top_p=3),
+        line("r", "/v1/responses", input="in"),
+        line("url", "/v1/models"),
+        line("c", "/v1/completions", prompt="twice"),
+        line("s", "/v1/completions", prompt="x", stream=True),
+        line(5, "/v1/completions", prompt="x"),
+        line("t", "/v1/completions", prompt="text"),
+    ]
+    source, target, errors = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "errors.jsonl"))
+    source.write_text("\n".join(map(json.dumps, lines)))
+    assert generate.run_generate(source, target, errors, None, scripted_sessions) == 1
+    answers, failures = ([json.loads(line) for line in file.read_text().splitlines()] for file in (target, errors))
+    assert [(it["custom_id"], it["response"]["status_code"], it["error"]) for it in answers] == [(c, 200, None) for c in "crt"]
+    assert answers[1]["response"]["body"]["output"][0]["content"][0]["text"] == "in"
+    assert [(it["custom_id"], it["response"]["body"]["error"]["param"]) for it in failures] == [
+        ("bad", "top_p"), ("url", None), ("c", "custom_id"), ("s", "stream"), (5, "custom_id"),
+    ]  # fmt: skip
+    assert all(it["id"].startswith("batch_req_") and it["response"]["request_id"] == it["id"] for it in answers + failures)
 
 
 def test_a_session_that_cannot_start(scripted_sessions: EngineSettings, tmp_path: Path) -> None:
@@ -199,7 +226,7 @@ def test_a_session_that_cannot_start(scripted_sessions: EngineSettings, tmp_path
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "x"}')
     with pytest.raises(UsageError, match="shape"):
-        generate.run_generate(source, None, None, EngineSettings(json.dumps(script)))
+        generate.run_generate(source, None, None, None, EngineSettings(json.dumps(script)))
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
@@ -243,11 +270,11 @@ def test_leaving_a_session_stream_cancels_it(scripted_sessions: EngineSettings) 
 
 
 def test_routes_of_a_line() -> None:
-    assert route(b'{"messages": []}')[0] == "/v1/chat/completions"
-    assert route(b'{"prompt": "x"}') == ("/v1/completions", b'{"prompt": "x"}', None)
+    assert route({"messages": []}, b"line") == ("/v1/chat/completions", b"line")
+    assert route({"prompt": "x"}, b"line") == ("/v1/completions", b"line")
     for line in (b"[]", b"1", b'{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', b'{"custom_id": "a", "url": "/v1/completions"}'):
         with pytest.raises(InvalidRequest):
-            route(line)
+            route(read_line(line), line)
 
 
 def test_names_and_sizes(tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ def generate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the answers go, one a line. Default: standard output.")
     ] = None,
+    errors: Annotated[Path | None, typer.Option(help="Where failed lines are told. Default: among the answers.")] = None,
     level: Level = LevelName.AUTO,
     memory: Memory = "",
     context: Context = 0,
@@ -260,7 +261,7 @@ def generate(
         max_waiting=1 << 20,
         step_target_s=0.0,  # nobody watches a stream
     )
-    raise typer.Exit(run_generate(file, output, model, settings))
+    raise typer.Exit(run_generate(file, output, errors, model, settings))
 
 
 @app.command()

@@ -43,10 +43,10 @@ class Session:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._worker.close()
 
-    async def call(self, path: str, body: bytes) -> tuple[int, Any]:
+    async def call(self, path: str, body: bytes, request_id: str) -> tuple[int, Any]:
         """Status and body of one request."""
         status, parts = 0, bytearray()
-        async for message in self._exchange(path, body):
+        async for message in self._exchange(path, body, request_id):
             if message["type"] == "http.response.start":
                 status = message["status"]
             else:
@@ -74,7 +74,7 @@ class Session:
         if status != 200:
             raise HeadraceError(json.loads(pending)["error"]["message"])
 
-    async def _exchange(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
+    async def _exchange(self, path: str, body: bytes, request_id: str = "") -> AsyncGenerator[dict[str, Any], None]:
         sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -87,7 +87,7 @@ class Session:
 
         scope: dict[str, Any] = {
             "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-            "headers": [], "http_version": "1.1", "scheme": "http", "client": None, "server": None,
+            "headers": [(b"x-request-id", request_id.encode())], "http_version": "1.1", "scheme": "http", "client": None, "server": None,
         }  # fmt: skip
         task = asyncio.get_running_loop().create_task(self._app(scope, inbox.get, send))
         try:
