@@ -119,6 +119,22 @@ def test_bad_responses(server: ServerProcess, more: dict[str, Any]) -> None:
     assert server.post(RESPONSES, {"input": "x"} | more)[0] == 400
 
 
+def test_errors_have_the_names_of_the_endpoint(server: ServerProcess) -> None:
+    for path, body, param in (
+        (RESPONSES, {"input": ""}, "input"),
+        (RESPONSES, {"input": "please refuse me"}, "input"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 5000}, "max_output_tokens"),
+        (RESPONSES, {"instructions": "i", "input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        (MESSAGES, message(""), "messages"),
+        (MESSAGES, message("x", max_tokens=5000), "max_tokens"),
+        (MESSAGES, message("x", stop_sequences=[""]), "stop_sequences"),
+    ):
+        status, answer = server.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert not answer["error"]["message"].startswith(("stop:", "prompt:"))
+    assert " max_output_tokens asks" in server.post(RESPONSES, {"input": "x", "max_output_tokens": 5000})[1]["error"]["message"]
+
+
 # /v1/messages
 
 

@@ -9,7 +9,16 @@ import time
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ContextLengthExceeded, DeadlineExceeded, EngineFailed, InvalidRequest, ModelNotFound, RequestError, Unavailable
+from headrace.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    ModelNotFound,
+    RequestError,
+    Unavailable,
+    UnsupportedParameter,
+)
 from headrace.server import protocol
 from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
 from headrace.server.codec import TextCodec
@@ -33,6 +42,11 @@ FORMATS: dict[Endpoint, type[Format]] = {
     "completions": CompletionFormat,
     "responses": ResponsesFormat,
     "messages": MessagesFormat,
+}
+# What a chat's fields are called where it is asked for in another form.
+NAMES: dict[Endpoint, dict[str, str]] = {
+    "responses": {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"},
+    "messages": {"prompt": "messages", "stop": "stop_sequences"},
 }
 INLINE_CHARS = 4096  # longer text is tokenized off the event loop
 
@@ -83,7 +97,7 @@ class Generate:
         except Disconnected:
             return
         except RequestError as error:
-            self._refuse(wire, scope, error)
+            self._refuse(wire, scope, _renamed(error, NAMES.get(self._endpoint, {})))
             return
         except Exception:
             log.exception("%s: request could not be prepared", request_id)
@@ -206,6 +220,15 @@ class Generate:
     def _check_model(self, request: protocol.Common) -> None:
         if request.model is not None and request.model not in self._app.settings.model_names:
             raise unknown_model(request.model)
+
+
+def _renamed(error: RequestError, names: dict[str, str]) -> RequestError:
+    """The error with the name that the endpoint has for the field. What is not supported has the client's own name already."""
+    if not isinstance(error, UnsupportedParameter) and (old := error.param) is not None and (new := names.get(old)) is not None:
+        error.param = new
+        if error.message.startswith(f"{old}:") or old == "max_tokens":
+            error.message = error.message.replace(old, new, 1)
+    return error
 
 
 def _check_texts(codec: TextCodec, texts: list[str], request: protocol.Common, limits: protocol.Limits, *, together: bool = False) -> int:

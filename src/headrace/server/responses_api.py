@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.errors import RequestError, UnsupportedParameter
+from headrace.errors import InvalidRequest, RequestError, UnsupportedParameter
 from headrace.server.formats import encode
 from headrace.server.protocol import MAX_MESSAGES, ChatRequest, ContentPart, Message, Short, Unit, decode_request, with_other_fields
 from headrace.server.single import TextFormat, named_event
@@ -97,6 +97,8 @@ def _text(index: int, content: str | list[ContentPart]) -> str | list[ContentPar
         if part.type not in TEXT_PARTS:
             at = f"input[{index}].content[{i}].type"
             raise UnsupportedParameter(f"{at}: only text parts are supported, got {part.type[:40]!r}", param=at)
+        if part.text is None:
+            raise InvalidRequest(f"input[{index}].content[{i}].text: required", param=f"input[{index}].content[{i}].text")
     return [ContentPart(type="text", text=part.text) for part in content]
 
 
