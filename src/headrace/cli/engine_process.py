@@ -18,6 +18,7 @@ import msgspec
 from headrace import machine
 from headrace.cli.recording import Recorder
 from headrace.config import BLOCK_TOKENS, KV_LEVEL, NUMERICS_VERSION, EngineConfig, Level, Policy
+from headrace.engine import faults
 from headrace.engine.loop import Engine
 from headrace.engine.prefix import PrefixHasher
 from headrace.engine.scheduler import Scheduler
@@ -98,11 +99,12 @@ def prefix_scope(model: Model) -> tuple[str, ...]:
     return (f"numerics {NUMERICS_VERSION}", f"isa {native.level()}", f"model {model.digest}", f"weights {model.level}", f"kv {KV_LEVEL}")
 
 
-def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tuple[Engine, Ready]:
+def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tuple[engine_process.EngineLike, Ready]:
     """Raises HeadraceError."""
     from headrace.executors.native import NativeExecutor
     from headrace.kernels import native
 
+    fault = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
     settings = hello.settings
     threads = settings.threads or machine.threads()
     model, manifest, plan = load(hello, weights_fd, tell)
@@ -119,7 +121,8 @@ def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tup
     ready = Ready(
         PROTOCOL_VERSION, context, num_blocks, BLOCK_TOKENS, shape.vocab_size, model.level, str(native.level()), threads, manifest=manifest
     )
-    return engine, ready
+    restarted = hello.num_blocks > 0
+    return faults.inject(fault, engine, restarted), ready
 
 
 def warm_up(engine: Engine, vocab_size: int, context: int) -> None:

@@ -53,12 +53,12 @@ class Scheduler:
         self._sharing = Sharing(self.pool, hasher or PrefixHasher(), enabled=not self._reserved, caching=config.prefix_cache)
         self._queues = Queues(config.policy)
         self._rows = Rows(min(config.max_batch_size, config.max_batch_tokens))
+        self.running: Sequence[Sample] = self._rows.running  # in policy order
         self._scheduled: list[Sample] = []  # of the plan's chunks
         self._sources: list[int] = []  # blocks that the plan copies from, held until it is done
         self._blocked = False  # the next waiting sample lacked blocks, and none was let go since
         self._requests: dict[int, Request] = {}
-        self._num_arrived = self._num_admitted = 0  # requests, ever
-        self._num_computed = 0  # tokens, ever
+        self._num_arrived = self._num_admitted = self._num_computed = 0  # requests twice, tokens: ever
 
     @property
     def is_idle(self) -> bool:
@@ -121,7 +121,7 @@ class Scheduler:
         self.step_started = self._clock()
         running, tally = self._rows.running, self.tally
         while self._queues.num_interactive and self._rows.last_is_batch:
-            self._preempt(running[-1])
+            self.preempt(running[-1])
         plan = Plan(freed_rows=self._rows.take_freed())
         chunks = plan.chunks
         self._scheduled = scheduled = []
@@ -250,7 +250,7 @@ class Scheduler:
                 if not sample.paused:
                     sample.request.pause(sample, self.step_started)
                 return False
-            self._preempt(victim)
+            self.preempt(victim)
         if sample.paused:
             self._activate(sample)
         plan.new_blocks.append((sample.row, len(sample.table), blocks))
@@ -258,7 +258,7 @@ class Scheduler:
         sample.capacity += self._size
         return True
 
-    def _preempt(self, sample: Sample) -> None:
+    def preempt(self, sample: Sample) -> None:
         """Take a sample's row and blocks. What the pool has forgotten when it runs again, it computes again."""
         sample.computed_before = max(sample.computed_before, sample.num_computed)
         self._vacate(sample)
