@@ -37,7 +37,7 @@ class Matrix:
 
     format: str
     elements: int
-    logits: bool = False  # only the rows whose logits are wanted: the head, and of the last layer what follows its keys and values
+    logits: bool = False  # the head: only the rows whose logits are wanted
 
     def seconds(self, rows: int, limits: Limits) -> float:
         if rows == 0:
@@ -59,12 +59,10 @@ class Model:
         with families.open_source(path) as source:
             network = families.describe(source)
         matrices = []
-        last = f"layers.{network.config.num_layers - 1}."
-        behind = {"head", *(last + name for name in ("o", "gate", "up", "down"))}
         for canonical, use in network.uses.items():
             if len(use.tensor.shape) == 2 and canonical != "embed":
                 kind = KERNEL_FORMAT.get(use.tensor.type, use.tensor.type)
-                matrices.append(Matrix(kind, use.tensor.elements, canonical in behind))
+                matrices.append(Matrix(kind, use.tensor.elements, canonical == "head"))
         if "head" not in network.uses:
             embed = network.uses["embed"].tensor
             matrices.append(Matrix(KERNEL_FORMAT.get(embed.type, embed.type), embed.elements, True))
@@ -74,18 +72,12 @@ class Model:
         """A step of chunks (start, stop, wants logits of its last row)."""
         rows, logit_rows = sum(stop - start for start, stop, _ in chunks), sum(wants for *_, wants in chunks)
         total = sum(matrix.seconds(logit_rows if matrix.logits else rows, limits) for matrix in self.matrices)
-        layers = self.config.num_layers
-        wanted = [(stop - 1, stop) for _, stop, wants in chunks if wants]
-        total += self._attention([(start, stop) for start, stop, _ in chunks], layers - 1, limits)
-        return total + self._attention(wanted, 1, limits)
-
-    def _attention(self, chunks: Sequence[tuple[int, int]], layers: int, limits: Limits) -> float:
         config = self.config
         window = config.sliding_window or config.context_length
-        pairs = sum(_pairs(start, stop, window) for start, stop in chunks)
-        keys = sum(min(stop, window + stop - start) for start, stop in chunks)
-        macs = 2 * pairs * config.num_heads * config.head_dim * layers
-        return max(macs / limits.bf16, keys * config.kv_bytes_per_token * layers / config.num_layers / limits.read)
+        pairs = sum(_pairs(start, stop, window) for start, stop, _ in chunks)
+        keys = sum(min(stop, window + stop - start) for start, stop, _ in chunks)
+        macs = 2 * pairs * config.num_heads * config.head_dim * config.num_layers
+        return total + max(macs / limits.bf16, keys * config.kv_bytes_per_token / limits.read)
 
 
 def _pairs(start: int, stop: int, window: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from native_driver import GREEDY, Driver
@@ -82,6 +83,20 @@ def test_threads_that_come_late(model: Model, level: str) -> None:
         expected = Driver(model, threads=1).run(prompts(batch, level), answer=answer)
         for threads in (3, 9):
             assert Driver(model, threads=threads).run(prompts(batch, level), answer=answer) == expected, f"batch {batch}, {threads} threads"
+
+
+def test_chunks_whose_logits_nobody_wants(model: Model, level: str) -> None:
+    """Of one token and of several: what they leave is keys and values, in every layer."""
+    prompt = list(range(500, 509))
+    expected, _ = Driver(model).run([prompt])
+    for cuts in ((1,), (1, 2), (4, 5), (8,)):
+        driver = Driver(model)
+        plan = Plan(new_rows=[NewRow(0, array("i", prompt).tobytes(), len(prompt), GREEDY, 0, 0, ())], new_blocks=[(0, 0, driver.free[:2])])
+        for start, stop in pairwise((0, *cuts, len(prompt))):
+            plan.chunks = [Chunk(0, start, stop, len(prompt) - 1 if stop == len(prompt) else stop, False)]
+            driver.executor.forward(plan)
+            plan = Plan()
+        assert driver.hash_rows(driver.executor.logits()) == expected[0][-1:], cuts
 
 
 def test_prefix_hit(model: Model, level: str) -> None:

@@ -169,7 +169,8 @@ class _Lowering:
                     w = self.model.weights[op.weight]
                     self.program.embed(FORMATS[w.format], w.address, w.n, w.k, 1.0, self.x)
                 case decoder.Select():
-                    selected = True  # by attention and what follows it
+                    selected = True
+                    self.program.select(self.x)
                 case decoder.RmsNorm():
                     self.program.rms_norm(self.x, self._floats(op.weight), op.eps, self.model.config.hidden_size, self.hidden, selected)
                 case decoder.Linear(out="q" | "k" | "v"):
@@ -185,8 +186,6 @@ class _Lowering:
                     columns = (self.offsets[name] for name in ("q", "k", "v"))
                     eps, table = self.model.config.norm_eps, self.table.ctypes.data
                     self.program.rope_kv(self.qkv, *columns, norms["q"], norms["k"], eps, table, rotary, op.layer)
-                    if selected:
-                        self.program.select(self.x)
                     self.program.attention(self.attended, op.layer, selected)
                     norms, rotary = {"q": 0, "k": 0}, 0
                 case decoder.Linear(x="a"):

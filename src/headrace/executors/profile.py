@@ -64,42 +64,35 @@ class Cost:
         peaks = {name: (limits.bf16 if name == "bf16" else limits.int8) * share for name, share in PORT_BOUND.items()}
         return max(sum(macs / peaks[name] for name, macs in self.macs.items()), self.nbytes / limits.read)
 
-    def __add__(self, other: Cost) -> Cost:
-        macs = {name: self.macs.get(name, 0.0) + other.macs.get(name, 0.0) for name in self.macs | other.macs}
-        return Cost(macs, self.nbytes + other.nbytes)
-
 
 def step_costs(executor: NativeExecutor, chunks: Iterable[Chunk]) -> dict[str, Cost]:
     """The bound of each operation of a step, by the names the program profiles under."""
     config, weights = executor.model.config, executor.model.weights
     chunks = list(chunks)
     rows = sum(chunk.num_tokens for chunk in chunks)
-    wanted = [chunk._replace(start=chunk.logits_start) for chunk in chunks if chunk.logits_start < chunk.stop]
-    logit_rows = sum(chunk.num_tokens for chunk in wanted)
-    last = config.num_layers - 1  # behind its keys and values only the rows whose logits are wanted go on
+    logit_rows = sum(chunk.stop - chunk.logits_start for chunk in chunks)
     costs: dict[str, Cost] = {}
     for name, parts in (("qkv", ("q", "k", "v")), ("o", ("o",)), ("gate_up", ("gate_up",)), ("down", ("down",))):
         macs: dict[str, float] = {}
         nbytes = 0.0
         for layer in range(config.num_layers):
-            computed = logit_rows if layer == last and name != "qkv" else rows
             for part in parts:
                 w = weights[f"layers.{layer}.{part}"]
-                macs[w.format] = macs.get(w.format, 0.0) + computed * w.n * w.k
-                nbytes += w.nbytes if computed else 0
+                macs[w.format] = macs.get(w.format, 0.0) + rows * w.n * w.k
+                nbytes += w.nbytes
         costs[name] = Cost(macs, nbytes)
     head = weights["head"]
     costs["head"] = Cost({head.format: float(logit_rows * head.n * head.k)}, head.nbytes if logit_rows else 0.0)
-    costs["attention"] = _attention_cost(config, chunks, last) + _attention_cost(config, wanted, 1)
+    costs["attention"] = _attention_cost(config, chunks)
     return costs
 
 
-def _attention_cost(config: ModelConfig, chunks: list[Chunk], layers: int) -> Cost:
+def _attention_cost(config: ModelConfig, chunks: list[Chunk]) -> Cost:
     window = config.sliding_window or 1 << 60
     pairs = sum(min(position + 1, window) for chunk in chunks for position in range(chunk.start, chunk.stop))
     keys = sum(min(chunk.stop, window + chunk.num_tokens) for chunk in chunks)
-    kv_bytes = keys * config.kv_bytes_per_token * layers / config.num_layers
-    return Cost({"bf16": float(2 * pairs * config.num_heads * config.head_dim * layers)}, kv_bytes)
+    macs = 2 * pairs * config.num_heads * config.head_dim * config.num_layers
+    return Cost({"bf16": float(macs)}, float(keys * config.kv_bytes_per_token))
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Keeps the rows whose logits are wanted: of the last layer the others need only their keys and values."""
+    """Keeps the rows whose logits are wanted."""
 
     out: str
     x: str
@@ -115,15 +115,13 @@ def record(config: ModelConfig) -> list[Op]:
         if config.qk_norm:
             ops += [HeadNorm("q", "q", at + "q_norm", eps), HeadNorm("k", "k", at + "k_norm", eps)]
         ops += [Rope("q", "q"), Rope("k", "k")]
-        if layer == config.num_layers - 1:
-            ops += [Select("q", "q"), Select("x", "x")]
         ops.append(Attention("a", "q", "k", "v", layer, config.head_dim**-0.5, config.sliding_window))
         ops += [Linear("y", "a", at + "o", None, "row"), Add("x", "x", "y")]
         ops.append(RmsNorm("h", "x", at + "ffn_norm", eps))
         ops += [Linear("gate", "h", at + "gate", None, "column"), Linear("up", "h", at + "up", None, "column")]
         ops.append(SiluMul("g", "gate", "up"))
         ops += [Linear("y", "g", at + "down", None, "row"), Add("x", "x", "y")]
-    ops += [RmsNorm("h", "x", "final_norm", eps), Linear("logits", "h", "head", None, "column")]
+    ops += [Select("x", "x"), RmsNorm("h", "x", "final_norm", eps), Linear("logits", "h", "head", None, "column")]
     return ops
 
 
