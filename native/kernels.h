@@ -137,7 +137,7 @@ struct Sampling {
 
 struct Sampled {
   int32_t token;
-  float logprob;  // of the token, under the model's own distribution after penalties, bias and mask, at temperature 1
+  float logprob;  // of the token, under the model's own distribution after penalties and bias, before the mask, at temperature 1
 };
 
 // name, result, parameters

@@ -4,13 +4,14 @@
 //   1 penalties, once for each token seen: repetition over prompt and generated (x > 0 ? x / r : x * r), then over the generated ones
 //     x - frequency * count, then - presence
 //   2 bias added; ids that do not exist are ignored
-//   3 the mask: what it does not allow becomes -inf, and so does NaN; +inf becomes the largest float
+//   3 NaN becomes -inf, +inf the largest float
 //   4 log-probabilities: (x - max) - log(sum of exp(x - max)), of these logits, temperature 1
-//   5 temperature 0: the largest logit, lowest id first. Otherwise weights w = exp((x - max) * (1 / temperature)), of
-//   6 the top_k largest logits (of equal ones the lowest ids), of these
-//   7 those with w >= min_p (the best token's w is 1), of these
-//   8 the shortest run in descending order (of equal logits the lowest ids first) whose weights reach top_p of the sum
-//   9 one draw: the first token in order of id at which the running sum of weights exceeds u * sum.
+//   5 the mask: what it does not allow becomes -inf
+//   6 temperature 0: the largest logit, lowest id first. Otherwise weights w = exp((x - max) * (1 / temperature)), of
+//   7 the top_k largest logits (of equal ones the lowest ids), of these
+//   8 those with w >= min_p (the best token's w is 1), of these
+//   9 the shortest run in descending order (of equal logits the lowest ids first) whose weights reach top_p of the sum
+//  10 one draw: the first token in order of id at which the running sum of weights exceeds u * sum.
 // u: Philox4x32-10 of key = seed, counter = (num_tokens, sample_index, 0, 0); its first two words as 53 bits. A row with nothing to choose from
 // (all -inf) gives the lowest id the mask allows, else 0, with log-probability -inf.
 //
@@ -233,7 +234,10 @@ Sampled sample(float* logits, int64_t vocab, const Sampling& s, int32_t* top_ids
   penalize(row, s);
   for (int32_t i = 0; i < s.num_bias; i++)
     if (s.bias_ids[i] >= 0 && s.bias_ids[i] < vocab) logits[s.bias_ids[i]] += s.bias_values[i];
-  scan(row, s.mask);
+  // Log-probabilities are the model's own, of what was possible before the mask.
+  const bool masked_later = s.mask && s.num_logprobs >= 0;
+  scan(row, masked_later ? nullptr : s.mask);
+  const float most = row.most;
   const int64_t tops = s.num_logprobs > 0 ? smaller(s.num_logprobs, vocab) : 0;
   for (int64_t i = tops; i < s.num_logprobs; i++) {
     top_ids[i] = -1;
@@ -243,7 +247,7 @@ Sampled sample(float* logits, int64_t vocab, const Sampling& s, int32_t* top_ids
   double log_sum = 0;
   if (s.num_logprobs >= 0 && row.most > kNegInf) log_sum = __builtin_log(weigh(row, 1.0f, 0.0f, nullptr, false));
   const auto logprob = [&](float x) {
-    return x > kNegInf ? static_cast<float>((static_cast<double>(x) - static_cast<double>(row.most)) - log_sum) : kNegInf;
+    return x > kNegInf ? static_cast<float>((static_cast<double>(x) - static_cast<double>(most)) - log_sum) : kNegInf;
   };
   if (tops) {
     int64_t count = collect(row, reached_by(row, tops));
@@ -260,6 +264,10 @@ Sampled sample(float* logits, int64_t vocab, const Sampling& s, int32_t* top_ids
       top_ids[i] = static_cast<int32_t>(id);
       top_logprobs[i] = kNegInf;
     }
+  }
+  if (masked_later) {
+    row.most = kNegInf;
+    scan(row, s.mask);
   }
 
   const float inverse = s.temperature > 0 ? 1.0f / s.temperature : 0.0f;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 from conftest import ScriptedExecutor
@@ -171,15 +172,27 @@ def test_masks_are_made_between_forward_and_sample(clock: VirtualClock) -> None:
             calls.append(f"sample {masks}")
             return [0], []
 
-    def masks(plan: Plan) -> dict[int, bytes]:
-        calls.append("masks")
-        return {plan.chunks[0].row: b"\x01"}
+    class Grammars:
+        def compile(self, grammar: str) -> Future[None]:
+            raise AssertionError
+
+        def begin(self, plan: Plan) -> None:
+            calls.append("begin")
+            self.row = plan.chunks[0].row
+
+        def masks(self) -> dict[int, bytes]:
+            calls.append("masks")
+            return {self.row: b"\x01"}
+
+        def accept(self, plan: Plan, tokens: list[int]) -> tuple[int, ...]:
+            calls.append(f"accept {tokens}")
+            return ()
 
     scheduler = Scheduler(EngineConfig(context_length=64, num_blocks=4), clock)
-    engine = Engine(scheduler, Executor(), masks)
+    engine = Engine(scheduler, Executor(), Grammars())
     engine.apply(submit(1, [1]))
     engine.step()
-    assert calls == ["forward", "masks", "sample {0: b'\\x01'}"]
+    assert calls == ["begin", "forward", "masks", "sample {0: b'\x01'}", "accept [0]"]
 
 
 def test_idle_steps_do_nothing(clock: VirtualClock, scripted: Callable[..., ScriptedExecutor]) -> None:

@@ -32,14 +32,16 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     # Policy: no numpy, no kernels, not even indirectly (test_policy_is_pure).
     "engine": (VOCABULARY | {"engine"}, set()),
     # Executors turn a plan into their own batch and never see the scheduler.
-    "executors": (VOCABULARY | {"engine.plan", "engine.executor", "executors", "models", "kernels", "_native"}, {"numpy"}),
+    "executors": (VOCABULARY | {"engine.plan", "engine.executor", "executors", "models", "kernels", "_native", "threads"}, {"numpy"}),
     "executors.torch": (VOCABULARY | {"engine.plan", "engine.executor", "models"}, {"numpy", "torch"}),
     "models": (VOCABULARY - {"request"} | {"models", "kernels", "_native"}, {"numpy"}),
     "models.hub": ({"errors"}, {"huggingface_hub"}),
     "machine": (set(), set()),
+    "threads": (set(), set()),
     # A GGUF file carries vocabulary and template; that reader is the one thing text needs of models.
     "text": ({"errors", "config", "text", "models.gguf"}, {"numpy", "tokenizers", "jinja2"}),
-    "server": (VOCABULARY | {"server", "text"}, {"starlette", "uvicorn", "msgspec", "prometheus_client", "numpy"}),
+    "text.grammar": ({"errors"}, {"llguidance"}),
+    "server": (VOCABULARY | {"server", "text", "threads"}, {"starlette", "uvicorn", "msgspec", "prometheus_client", "numpy"}),
     "server.tracing": ({"errors", "server.report"}, {"opentelemetry"}),
     "server.worker": (VOCABULARY | {"engine", "executors", "models", "server", "text"}, {"msgspec", "numpy", "uvloop"}),
     "bench": ({"errors", "bench"}, {"aiohttp", "rich"}),

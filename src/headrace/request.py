@@ -31,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int = 0  # end tokens are impossible before this many
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
     ignore_eos: bool = False  # the model's own end tokens do not end it
+    grammar: str = ""  # what the text must match (text/grammar.py); its end ends the sample, whatever min_tokens says
 
     @property
     def is_greedy(self) -> bool:

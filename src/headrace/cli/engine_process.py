@@ -11,6 +11,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -23,6 +24,7 @@ from headrace.engine.loop import Engine
 from headrace.engine.prefix import PrefixHasher
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import UsageError
+from headrace.executors.grammars import GrammarRows, Matcher
 from headrace.request import PROTOCOL_VERSION, SamplingParams, Submit
 from headrace.server import engine_process
 from headrace.server.messages import EngineSettings, Hello, Planned, Ready
@@ -116,13 +118,29 @@ def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tup
     recorder = Recorder(settings.record, config, model.end_token_ids) if settings.record else None
     clock = recorder.clock if recorder is not None else time.monotonic
     scheduler = Scheduler(config, clock, model.end_token_ids, PrefixHasher(prefix_scope(model), settings.secret))
-    engine = Engine(scheduler, executor, record=recorder)
+    engine = Engine(scheduler, executor, grammars(str(model.path), shape.vocab_size, model.end_token_ids), recorder)
     warm_up(engine, shape.vocab_size, context)
     ready = Ready(
         PROTOCOL_VERSION, context, num_blocks, BLOCK_TOKENS, shape.vocab_size, model.level, str(native.level()), threads, manifest=manifest
     )
     restarted = hello.num_blocks > 0
     return faults.inject(fault, engine, restarted), ready
+
+
+def grammars(path: str, vocab_size: int, end_ids: tuple[int, ...]) -> GrammarRows:
+    """What follows the grammars of requests. The libraries and the vocabulary are loaded when the first one comes."""
+
+    @cache
+    def compiler() -> Callable[[str], Matcher]:
+        from headrace.text.grammar import Compiler
+        from headrace.text.tokenizer import load_tokenizer
+
+        return Compiler(lambda: load_tokenizer(path), vocab_size, end_ids)
+
+    def compile_grammar(grammar: str) -> Matcher:
+        return compiler()(grammar)
+
+    return GrammarRows(compile_grammar)
 
 
 def warm_up(engine: Engine, vocab_size: int, context: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from headrace.engine.plan import Plan
 from headrace.request import TokenLogprob
@@ -20,3 +22,19 @@ class Executor(Protocol):
         `masks` maps a row to its allowed tokens, one bit each, little end first. The second list is empty when no row asked for
         log-probabilities, else one entry a token.
         """
+
+
+class Grammars(Protocol):
+    """Holds the grammar state of rows, by plans alone: a row that starts again is rebuilt from the tokens it starts with."""
+
+    def compile(self, grammar: str) -> Future[Any]:
+        """Make a grammar ready for rows, beside the steps. The future may hold a RequestError."""
+
+    def begin(self, plan: Plan) -> None:
+        """Start on the masks of the rows that sample; called before `forward`."""
+
+    def masks(self) -> dict[int, bytes]:
+        """The masks of the plan begun, of the rows that have a grammar; waits for them."""
+
+    def accept(self, plan: Plan, tokens: list[int]) -> Collection[int]:
+        """The tokens sampled. Returns the rows whose grammar could not be followed further: all it allowed was an end token."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
-from headrace.engine.executor import Executor
+from headrace.engine.compiling import Compiling, end_broken
+from headrace.engine.executor import Executor, Grammars
 from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.tally import events_between_steps
 from headrace.errors import RequestError
-from headrace.request import Command, Refusal, StepEvents, Submit
+from headrace.request import Abort, Command, Refusal, StepEvents, Submit
 
 
 class Inbox(Protocol):
@@ -37,27 +38,39 @@ class StepRecord(NamedTuple):
 
 
 class Engine:
-    """`masks` gives the grammar masks of a plan's rows, between forward and sample; `record` is told each command and each step."""
+    """`grammars` holds the grammar state of rows; `record` is told each command and each step."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
-        masks: Callable[[Plan], dict[int, bytes]] | None = None,
+        grammars: Grammars | None = None,
         record: Callable[[Command | StepRecord], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self._masks = masks
+        self._grammars = grammars
+        self._compiling = Compiling(grammars)
         self._record = record
 
     @property
     def has_work(self) -> bool:
         """False: `step` would do nothing until the next command."""
-        return not self.scheduler.is_idle
+        return bool(self._compiling) or not self.scheduler.is_idle
 
     def apply(self, command: Command) -> StepEvents | None:
-        """Take in one command. A refusal is an event, never silence."""
+        """Take in one command. A refusal is an event, never silence. A request with a grammar joins the queue once that is compiled."""
+        if isinstance(command, Submit) and command.params.grammar:
+            try:
+                self._compiling.add(command)
+            except RequestError as error:
+                return _refusal(command, error)
+            return None
+        if isinstance(command, Abort) and self._compiling.drop(command):
+            return None
+        return self._apply(command)
+
+    def _apply(self, command: Command) -> StepEvents | None:
         if self._record is not None:
             self._record(command)
         if not isinstance(command, Submit):
@@ -65,18 +78,40 @@ class Engine:
         try:
             return self.scheduler.add(command)
         except RequestError as error:
-            refusal = Refusal(command.request_id, type(error).__name__, error.message, error.param)
-            return events_between_steps(command.received, [], [refusal])
+            return _refusal(command, error)
+
+    def _start_compiled(self) -> StepEvents | None:
+        """Queue what is ready, up to the first that is refused."""
+        events = None
+        while events is None and (taken := self._compiling.take(wait_for_one=self.scheduler.is_idle)) is not None:
+            submit, error = taken
+            if error is None:
+                events = self._apply(submit)
+            elif isinstance(error, RequestError):
+                events = _refusal(submit, error)
+            else:
+                raise error
+        return events
 
     def step(self) -> StepEvents | None:
-        """Advance everything that is scheduled once. None: there was nothing to do."""
-        scheduler = self.scheduler
+        """Advance everything that is scheduled once. None: there was nothing to tell."""
+        scheduler, grammars = self.scheduler, self._grammars
+        if self._compiling and (events := self._start_compiled()) is not None:
+            return events
         if scheduler.is_idle:
             return None
         plan = scheduler.schedule()
-        self.executor.forward(plan)
-        tokens, logprobs = self.executor.sample(plan, self._masks(plan) if self._masks is not None else None)
-        events = scheduler.commit(plan, tokens, logprobs)
+        if grammars is None:
+            self.executor.forward(plan)
+            tokens, logprobs = self.executor.sample(plan)
+            events = scheduler.commit(plan, tokens, logprobs)
+        else:
+            grammars.begin(plan)
+            self.executor.forward(plan)
+            tokens, logprobs = self.executor.sample(plan, grammars.masks())
+            events = scheduler.commit(plan, tokens, logprobs)
+            if broken := grammars.accept(plan, tokens):
+                end_broken(events, plan, broken)
         if self._record is not None:
             self._record(StepRecord(scheduler.step_started, scheduler.step_ended, plan, tokens))
         return events
@@ -94,3 +129,8 @@ class Engine:
             if (events := self.scheduler.fail()) is not None:
                 publish(events)
             raise
+
+
+def _refusal(submit: Submit, error: RequestError) -> StepEvents | None:
+    refusal = Refusal(submit.request_id, type(error).__name__, error.message, error.param)
+    return events_between_steps(submit.received, [], [refusal])

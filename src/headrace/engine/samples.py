@@ -60,7 +60,8 @@ class Sample:
         self.computed_before = 0  # tokens computed before a preemption: doing them again is the price of it
         self.ends = request.ends  # tokens that end it
         self.limit = min(request.num_prompt + params.max_tokens, context_length)  # len(tokens) that ends it
-        self.shortest = request.num_prompt + params.min_tokens  # an end token counts only beyond
+        # An end token counts only beyond. Where a grammar leaves nothing else, it comes before min_tokens, and counts.
+        self.shortest = request.num_prompt + (0 if params.grammar else params.min_tokens)
 
     def end_reason(self) -> FinishReason | None:
         """Whether its tokens so far have ended it."""

@@ -134,6 +134,8 @@ class SimulatedExecutor:
             mask = (masks or {}).get(chunk.row)
             if mask is not None:
                 forbidden |= {token for token in range(self.vocab_size) if not mask[token >> 3] >> (token & 7) & 1}
+                if len(forbidden) == self.vocab_size:  # as of logits that are all impossible: the lowest that the mask allows
+                    forbidden -= {next(token for token in range(self.vocab_size) if mask[token >> 3] >> (token & 7) & 1)}
             token = choose_token(row.histories[-1], new.seed, new.sample_index, self.vocab_size, forbidden)
             row.tokens.append(token)
             row.remember(token)
