@@ -192,7 +192,7 @@ def test_masks_are_made_between_forward_and_sample(clock: VirtualClock) -> None:
     engine = Engine(scheduler, Executor(), Grammars())
     engine.apply(submit(1, [1]))
     engine.step()
-    assert calls == ["begin", "forward", "masks", "sample {0: b'\x01'}", "accept [0]"]
+    assert calls == ["begin", "forward", "masks", "sample {0: b'\\x01'}", "accept [0]"]
 
 
 def test_idle_steps_do_nothing(clock: VirtualClock, scripted: Callable[..., ScriptedExecutor]) -> None:
