@@ -21,13 +21,14 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace.errors import InvalidRequest, UsageError
 from headrace.request import PROTOCOL_VERSION, Abort, EngineStats, Refusal, StepEvents, Submit, TokenLogprob
 from headrace.server import engine_process
 from headrace.server.messages import EngineSettings, Hello, Planned, Ready
 from headrace.text.detokenizer import Detokenizer, PieceTexts
+from headrace.text.tools import FORMATS
 
 END, START, CRASH, HANG, RAISE, FAIL = 256, 257, 260, 261, 262, 263
 WORDS = {300: b"DEF", 301: b"HI", 302: b"beta ga", 303: b"mma delta", 304: b" word", 305: "é".encode(), 306: b"\xf0\x9f", 307: b"\x98\x80"}
@@ -52,7 +53,10 @@ class ByteTokenizer:
         except UnicodeEncodeError:
             raise InvalidRequest("the text is not valid Unicode") from None
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    tool_format = FORMATS["hermes"]
+    control: ClassVar[dict[str, int]] = {}
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """The last message, so that the answer repeats it."""
         if any("refuse me" in message["content"] for message in messages):
             raise InvalidRequest("the template refuses this", param="messages")
@@ -62,7 +66,13 @@ class ByteTokenizer:
         return len(text) // 9
 
     def detokenizer(
-        self, *, stop: Sequence[str] = (), include_stop: bool = False, strip_space: bool = False, record: bool = False
+        self,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        strip_space: bool = False,
+        record: bool = False,
+        shown: tuple[str, ...] = (),
     ) -> Detokenizer:
         return Detokenizer(self._texts, stop=stop, include_stop=include_stop, record=record)
 

@@ -40,7 +40,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "threads": (set(), set()),
     # A GGUF file carries vocabulary and template; that reader is the one thing text needs of models.
     "text": ({"errors", "config", "text", "models.gguf"}, {"numpy", "tokenizers", "jinja2"}),
-    "text.grammar": ({"errors"}, {"llguidance"}),
+    "text.grammar": ({"errors", "text.json_grammar"}, {"llguidance"}),
     "server": (VOCABULARY | {"server", "text", "threads"}, {"starlette", "uvicorn", "msgspec", "prometheus_client", "numpy"}),
     "server.tracing": ({"errors", "server.report"}, {"opentelemetry"}),
     "server.worker": (VOCABULARY | {"engine", "executors", "models", "server", "text"}, {"msgspec", "numpy", "uvloop"}),

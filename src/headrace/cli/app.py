@@ -38,6 +38,15 @@ class PolicyName(StrEnum):
     FAIR = "fair"
 
 
+class ToolParserName(StrEnum):
+    AUTO = "auto"
+    HERMES = "hermes"
+    SMOLLM = "smollm"
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+    MISTRAL_ARGS = "mistral-args"
+
+
 class BatchingName(StrEnum):
     CONTINUOUS = "continuous"
     STATIC = "static"
@@ -142,6 +151,9 @@ def serve(
     log_content: Annotated[
         bool, typer.Option("--log-content", help="Log prompts and answers too. They are nobody else's business.")
     ] = False,
+    tool_parser: Annotated[
+        ToolParserName, typer.Option(help="How the model writes calls of functions; auto: as its chat template shows.")
+    ] = ToolParserName.AUTO,
     trace: Annotated[
         str, typer.Option(help="Send OpenTelemetry traces to this address (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces.")
     ] = "",
@@ -180,6 +192,7 @@ def serve(
         log_format=log_format.value,
         log_content=log_content,
         trace=trace,
+        tool_parser=tool_parser.value,
         engine=EngineSettings(
             model="",
             level=level.value,

@@ -52,6 +52,7 @@ class ServeOptions:
     log_format: str = "text"
     log_content: bool = False
     trace: str = ""
+    tool_parser: str = "auto"
 
 
 def engine_settings(settings: EngineSettings, reference: str | None) -> EngineSettings:
@@ -69,11 +70,15 @@ def model_name(reference: str | None, path: str) -> str:
     return resolved.stem if resolved.suffix == ".gguf" else resolved.resolve().name
 
 
-def load_codec(path: str) -> Callable[[], TextCodec]:
+def load_codec(path: str, tool_parser: str = "auto") -> Callable[[], TextCodec]:
     def load() -> TextCodec:
         from headrace.text.tokenizer import load_tokenizer
+        from headrace.text.tools import FORMATS
 
-        return load_tokenizer(path)
+        tokenizer = load_tokenizer(path)
+        if tool_parser != "auto":
+            tokenizer.tool_format = FORMATS[tool_parser]
+        return tokenizer
 
     return load
 
@@ -180,7 +185,7 @@ def run_server(options: ServeOptions) -> int:
                 )
 
         runner = Runner(
-            app, sock, load_codec(settings.model),
+            app, sock, load_codec(settings.model, options.tool_parser),
             shutdown_timeout_s=options.shutdown_timeout_s, on_ready=ready, tls=tls, read_timeout_s=options.read_timeout_s,
         )  # fmt: skip
         code = await runner.run()

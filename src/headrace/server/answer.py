@@ -17,15 +17,17 @@ from typing import Any
 
 from headrace.errors import EngineFailed, RequestError
 from headrace.request import SamplingParams, Submit
-from headrace.server.codec import Detokenizer, TextCodec
+from headrace.server.calls import Calls
+from headrace.server.codec import TextCodec
 from headrace.server.formats import Endpoint, Format, usage
 from headrace.server.front import Front
 from headrace.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
 from headrace.server.metrics import Metrics
 from headrace.server.queue import Waiting
 from headrace.server.report import Ended
+from headrace.server.sample import Sample
 from headrace.server.wire import SlowReader, Wire
-from headrace.server.worker import OpenSample, Worker
+from headrace.server.worker import Worker
 
 log = logging.getLogger("headrace.request")
 
@@ -55,58 +57,7 @@ class Work:
     tenant: str = ""  # the name of the caller's key
     batch: bool = False
     deadline_ms: float | None = None  # from its arrival
-
-
-class Sample(OpenSample):
-    """One sample's text."""
-
-    __slots__ = ("detokenizer", "fed", "head", "index", "last_at", "logprob_writer", "seen", "tail", "text")
-
-    def __init__(self, index: int, detokenizer: Detokenizer, logprob_writer: LogprobWriter | None) -> None:
-        super().__init__()
-        self.index = index
-        self.detokenizer = detokenizer
-        self.logprob_writer = logprob_writer
-        self.fed = 0  # tokens given to the detokenizer, and told as log-probabilities
-        self.seen = 0  # tokens counted
-        self.last_at = 0.0
-        self.text: list[str] = []  # whole answers only
-        self.head = self.tail = b""
-
-    def pieces(self) -> list[str]:
-        """The text that has become certain. Sets `finish` when the sample is over."""
-        tokens, reason = self.tokens, self.reason
-        end = len(tokens)
-        if reason == "stop":
-            end -= 1  # the token that ended it is no text
-        add, writer = self.detokenizer.add, self.logprob_writer
-        found: list[str] = []
-        while self.fed < end:
-            piece = add((tokens[self.fed],))
-            if writer is not None and (it := self.logprobs[self.fed]) is not None:
-                record = self.detokenizer.record
-                writer.add(tokens[self.fed], record[-1] if record else None, it)
-            self.fed += 1
-            if piece:
-                found.append(piece)
-            if self.detokenizer.stop is not None:
-                self.finish = "stop"
-                return found
-        if reason is not None:
-            if reason == "stop" and writer is not None and (it := self.logprobs[end]) is not None:
-                writer.add(tokens[end], None, it)
-            self.finish = reason
-            piece = self.detokenizer.finish()
-            if self.detokenizer.stop is not None:
-                self.finish = "stop"
-            if piece:
-                found.append(piece)
-        return found
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens the answer is made of, the one that ended it included."""
-        return len(self.tokens) if self.reason == "stop" and self.detokenizer.stop is None else self.fed
+    calls: Calls | None = None  # how calls of functions are found in the answer; none: it is all text
 
 
 class Part:
@@ -126,7 +77,7 @@ class Part:
         self.stalled_s = [0.0, 0.0]  # before and after the first token
         self.cached_tokens = 0
         # The common case, which must be cheap: the only sample gets one token, and no stop string nor log-probability is to be looked at.
-        plain = len(samples) == 1 and not answer.work.stop and samples[0].logprob_writer is None
+        plain = len(samples) == 1 and not answer.work.stop and samples[0].logprob_writer is None and samples[0].calls is None
         self.quick = samples[0] if plain else None
 
     def admitted(self, time: float, cached_tokens: int) -> None:
@@ -228,15 +179,20 @@ class Answer:
         self._worker = worker
         self._codec = codec
         writer: Callable[[TextCodec], LogprobWriter] = CompletionLogprobs if work.endpoint == "completions" else ChatLogprobs
+        shown = work.calls.format.tokens if work.calls is not None else ()
         for prompt in work.prompts:
             first = len(self.parts) * work.num_samples
             record = work.params.logprobs >= 0
 
             def sample(index: int, record: bool = record) -> Sample:
                 text = codec.detokenizer(
-                    stop=work.stop, include_stop=work.include_stop, strip_space=work.endpoint != "completions", record=record
+                    stop=work.stop,
+                    include_stop=work.include_stop,
+                    strip_space=work.endpoint != "completions",
+                    record=record,
+                    shown=shown,
                 )
-                return Sample(index, text, writer(codec) if record else None)
+                return Sample(index, text, writer(codec) if record else None, work.calls)
 
             samples = [sample(first + i) for i in range(work.num_samples)]
             self.parts.append(Part(self, prompt, samples))

@@ -41,6 +41,7 @@ from headrace.server.openapi import describe
 from headrace.server.queue import Queue
 from headrace.server.quotas import NO_QUOTA, Quota, Quotas
 from headrace.server.report import Reporter, Tracer
+from headrace.server.structured import GrammarChecks
 from headrace.server.tokens import Tokens
 from headrace.server.worker import Worker
 
@@ -89,6 +90,7 @@ class Application:
         worker.listen(on_ready=self._on_ready, on_fatal=self._on_fatal, on_events=self._on_events)
         self._texts = ThreadPoolExecutor(2, "headrace-text")
         self._pending_texts = 0
+        self.grammars = GrammarChecks()
         tokens = Tokens(self)
         guard = [Middleware(Guarded, settings.keys)] if len(settings.keys) else []
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+from headrace.text.tools import ToolFormat
 
 
 class TokenText(Protocol):
@@ -42,16 +44,31 @@ class TextCodec(Protocol):
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Text as ids; with `add_special`, what the model expects in front."""
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    tool_format: ToolFormat  # how the model writes calls of functions
+
+    @property
+    def control(self) -> Mapping[str, int]:
+        """The control tokens, by their spelling."""
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """A conversation as ids, ready for the assistant's answer. Raises InvalidRequest when the template refuses it."""
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of a text's tokens, without tokenizing it."""
 
     def detokenizer(
-        self, *, stop: Sequence[str] = (), include_stop: bool = False, strip_space: bool = False, record: bool = False
+        self,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        strip_space: bool = False,
+        record: bool = False,
+        shown: tuple[str, ...] = (),
     ) -> Detokenizer:
-        """For one sample. `strip_space`: its text begins here instead of going on from a prompt."""
+        """For one sample. `shown` are control tokens that are text all the same.
+
+        `strip_space`: its text begins here instead of going on from a prompt.
+        """
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes; of a control token, its spelling."""

@@ -100,6 +100,14 @@ class ChatFormat(Format):
     def piece(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> dict[str, Any]:
         return self._chunk([{"index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": reason}], **more)
 
+    def deltas(self, index: int, deltas: list[dict[str, Any]], logprobs: Any = None) -> bytes:
+        """Parts of a message that may hold calls, one chunk each; log-probabilities go with the first."""
+        chunks = []
+        for delta in deltas or ([{}] if logprobs else []):
+            chunks.append(event(self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}])))
+            logprobs = None
+        return b"".join(chunks)
+
     def opening(self, index: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
         return event(self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]))
@@ -108,9 +116,12 @@ class ChatFormat(Format):
         last_text = event(self.piece(index, text, logprobs)) if text or logprobs else b""
         return last_text + event(self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}], **more))
 
+    def choice_of(self, index: int, message: dict[str, Any], logprobs: Any, reason: str) -> dict[str, Any]:
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
     def choice(self, index: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return self.choice_of(index, message, logprobs, reason)
 
 
 class CompletionFormat(Format):

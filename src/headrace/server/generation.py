@@ -19,7 +19,7 @@ from headrace.errors import (
     Unavailable,
     UnsupportedParameter,
 )
-from headrace.server import protocol
+from headrace.server import protocol, structured
 from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
 from headrace.server.codec import TextCodec
 from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, error_body
@@ -151,6 +151,7 @@ class Generate:
         if codec is None:
             raise Unavailable("the model is still loading")
         request: protocol.Common
+        tools: structured.Tools | None = None
         echo: dict[str, Any] = {}
         if self._endpoint != "completions":
             if self._endpoint == "responses":
@@ -160,11 +161,13 @@ class Generate:
             request = chat
             asked, logprobs = chat.max_completion_tokens or chat.max_tokens, (chat.top_logprobs or 0) if chat.logprobs else -1
             messages = protocol.message_rows(chat.messages)
-            texts = [message["content"] for message in messages]
+            tools = structured.tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+            specs = tools.specs if tools is not None else None
+            texts = [*(message["content"] for message in messages), *structured.other_texts(messages, specs)]
             self._check_model(request)
             app.front.queue.check(tenant, request.priority or 0)
             chars = _check_texts(codec, texts, request, limits, together=True)
-            prompts = await app.off_loop(lambda: [codec.encode_chat(messages)], chars)
+            prompts = await app.off_loop(lambda: [codec.encode_chat(messages, tools=specs)], chars)
         else:
             request = completion = protocol.parse_completion(body)
             asked = completion.max_tokens or protocol.COMPLETION_TOKENS
@@ -176,6 +179,10 @@ class Generate:
             prompts = await app.off_loop(
                 lambda: [codec.encode(each, add_special=True) if isinstance(each, str) else each for each in given], chars
             )
+        wanted = structured.wanted_of(request)
+        if tools is not None:
+            wanted = structured.wanted_calls(tools, wanted, codec)
+        grammar = await app.grammars.grammar(wanted) if wanted is not None else ""
         if request.truncate_prompt_tokens is not None:
             prompts = [ids[-request.truncate_prompt_tokens :] for ids in prompts]
         max_tokens = _max_tokens(prompts, asked, limits.context_length)
@@ -186,7 +193,7 @@ class Generate:
         work = Work(
             endpoint=self._endpoint,
             prompts=prompts,
-            params=protocol.sampling_params(request, limits, max_tokens, logprobs),
+            params=protocol.sampling_params(request, limits, max_tokens, logprobs, grammar),
             seed=protocol.draw_seed(request),
             num_samples=protocol.num_samples(request),
             stop=protocol.stop_strings(request),
@@ -197,6 +204,7 @@ class Generate:
             tenant=tenant,
             batch=request.service_tier in ("batch", "flex"),
             deadline_ms=request.deadline_ms,
+            calls=structured.calls_of(tools, codec) if tools is not None else None,
         )
         options = request.stream_options
         fmt = FORMATS[self._endpoint](

@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta
 
 from headrace.errors import InvalidRequest, UnsupportedParameter
 from headrace.request import SamplingParams
+from headrace.server import structured
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
@@ -44,19 +45,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -99,6 +91,12 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_prompt: bool | None = None
     deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None  # from when the request arrived
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    response_format: structured.ResponseFormat | None = None
+    structured_outputs: structured.StructuredOutputs | None = None
+    guided_json: structured.Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -112,7 +110,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Short | None = None
     refusal: str | None = None
     tool_call_id: Short | None = None
-    tool_calls: Any = None
+    tool_calls: Annotated[list[structured.ToolCall], Meta(max_length=structured.MAX_TOOLS)] | None = None
     function_call: Any = None
     audio: Any = None
 
@@ -122,6 +120,9 @@ class ChatRequest(Common, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+    tools: list[structured.ToolSpec] | None = None
+    tool_choice: Literal["none", "auto", "required"] | structured.NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(Common, kw_only=True):
@@ -209,7 +210,9 @@ def _explain(text: str) -> InvalidRequest | UnsupportedParameter:
 
 
 def _check_message(where: str, message: Message) -> None:
-    for name in ("tool_calls", "function_call", "audio"):
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{where}.tool_calls: only in messages of the assistant", param=f"{where}.tool_calls")
+    for name in ("function_call", "audio"):
         value = getattr(message, name)
         if value is not None and value != []:
             raise UnsupportedParameter(f"{where}.{name}: not supported by this server", param=f"{where}.{name}")
@@ -238,6 +241,11 @@ def message_rows(given: list[Message]) -> list[dict[str, Any]]:
             row["name"] = message.name
         if message.tool_call_id is not None:
             row["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            row["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+                for call in message.tool_calls
+            ]
         messages.append(row)
     return messages
 
@@ -294,7 +302,7 @@ def num_samples(request: Common) -> int:
     return n
 
 
-def sampling_params(request: Common, limits: Limits, max_tokens: int, logprobs: int) -> SamplingParams:
+def sampling_params(request: Common, limits: Limits, max_tokens: int, logprobs: int, grammar: str = "") -> SamplingParams:
     """Everything about sampling, with token ids checked against the vocabulary. Raises RequestError."""
     bias: list[tuple[int, float]] = []
     if request.logit_bias:
@@ -338,4 +346,5 @@ def sampling_params(request: Common, limits: Limits, max_tokens: int, logprobs: 
         min_tokens=min_tokens,
         stop_token_ids=tuple(sorted(set(request.stop_token_ids or ()))),
         ignore_eos=bool(request.ignore_eos),
+        grammar=grammar,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from headrace.errors import EngineFailed
-from headrace.server.answer import JSON_HEADERS, STREAM_HEADERS, Answer, Part, Sample
-from headrace.server.formats import DONE, encode, event
+from headrace.server.answer import JSON_HEADERS, STREAM_HEADERS, Answer, Part
+from headrace.server.formats import DONE, ChatFormat, encode, event
+from headrace.server.sample import Sample
 
 
 class StreamAnswer(Answer):
@@ -35,12 +36,17 @@ class StreamAnswer(Answer):
                 over = False
                 continue
             pieces = sample.pieces()
+            deltas = sample.deltas(pieces)
             if sample.index not in self._opened:
                 self._opened.add(sample.index)
                 opening = self.format.opening(sample.index)
                 if opening:
                     out.append(opening)
-            if sample.finish is None:
+            if sample.calls is not None and sample.finish in (None, "stop", "length"):
+                if chunks := self._calls(sample, deltas):
+                    out.append(chunks)
+                over = over and sample.finish is not None
+            elif sample.finish is None:
                 over = False
                 if sample.logprob_writer is None:
                     for piece in pieces:
@@ -62,6 +68,15 @@ class StreamAnswer(Answer):
         elif out:
             self._write(b"".join(out), more=True)
         return over
+
+    def _calls(self, sample: Sample, deltas: list[dict[str, Any]]) -> bytes:
+        """A step of a sample that may hold calls."""
+        fmt = cast("ChatFormat", self.format)
+        found = fmt.deltas(sample.index, deltas, sample.logprob_writer.take() if sample.logprob_writer else None)
+        if sample.finish is None:
+            return found
+        more = {} if fmt.with_usage else {"timings": self.timings()}
+        return found + fmt.ending(sample.index, "", None, sample.said_reason, **more)
 
     def _finish(self, sample: Sample, pieces: list[str], out: list[bytes]) -> None:
         logprobs = None
@@ -91,7 +106,9 @@ class WholeAnswer(Answer):
         over = True
         for sample in part.samples:
             if sample.finish is None:
-                sample.text += sample.pieces()
+                pieces = sample.pieces()
+                sample.text += pieces
+                sample.deltas(pieces)
                 if sample.finish is None:
                     over = False
                 elif sample.finish not in ("stop", "length"):
@@ -100,16 +117,13 @@ class WholeAnswer(Answer):
         if over and all(other.done or other is part for other in self.parts):
             part.done = True
             self._complete()
-            choices = [
-                self.format.choice(
-                    sample.index,
-                    "".join(sample.text),
-                    sample.logprob_writer.take() if sample.logprob_writer else None,
-                    sample.finish or "stop",
-                )
-                for each in self.parts
-                for sample in each.samples
-            ]
+            choices = [self._choice(sample) for each in self.parts for sample in each.samples]
             body = self.format.whole(choices, self.usage(), timings=self.timings(), seed=self.work.seed)
             self.wire.respond(200, JSON_HEADERS + self.headers(), body)
         return over
+
+    def _choice(self, sample: Sample) -> dict[str, Any]:
+        logprobs = sample.logprob_writer.take() if sample.logprob_writer else None
+        if sample.calls is not None:
+            return cast("ChatFormat", self.format).choice_of(sample.index, sample.calls.message(), logprobs, sample.said_reason)
+        return self.format.choice(sample.index, "".join(sample.text), logprobs, sample.finish or "stop")

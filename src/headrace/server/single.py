@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.errors import EngineFailed
-from headrace.server.answer import JSON_HEADERS, STREAM_HEADERS, Answer, Part, Sample
+from headrace.server.answer import JSON_HEADERS, STREAM_HEADERS, Answer, Part
 from headrace.server.formats import Format, encode
+from headrace.server.sample import Sample
 
 
 class TextFormat(Format):

@@ -128,6 +128,11 @@ class ChatTemplate:
         return frozenset(found)
 
     @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template writes the tools it is given."""
+        return len(self.sources) > 1 or any("tools" in meta.find_undeclared_variables(tree) for tree in self._trees())
+
+    @cached_property
     def takes_parts(self) -> bool:
         """Whether the template writes content given as a list of parts as text, rather than as the list's spelling."""
         probe = "probe of parts"

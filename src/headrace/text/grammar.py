@@ -1,8 +1,7 @@
 """Grammars for structured output: from what a client gives to what the engine follows. The only module that knows llguidance.
 
 A grammar travels as a string (`SamplingParams.grammar`). The API process makes and checks it, the engine process compiles it against the
-model's vocabulary. White space between the parts of JSON is at most one space, or a line feed and an indentation: models that may write
-any amount of it tend to write nothing else.
+model's vocabulary.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any, Protocol
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from headrace.errors import InvalidRequest
+from headrace.text.json_grammar import json_schema
 
-MAX_SCHEMA_CHARS = 64 << 10
+MAX_TOOLS_CHARS = 256 << 10  # of the schemas of all functions
 MAX_SOURCE_CHARS = 16 << 10  # of a regular expression or a Lark grammar
 MAX_CHOICES = 1024
 _MAX_MESSAGE = 300
-_WHITE_SPACE = r"( |\n[ \t]{0,40})"
 
 _limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB a state
 
@@ -28,15 +27,6 @@ _limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 k
 def schema_grammar(schema: dict[str, Any] | bool) -> str:
     """What matches a JSON schema. Raises InvalidRequest."""
     return str(LLMatcher.grammar_from_json_schema(json_schema(schema)))
-
-
-def json_schema(schema: dict[str, Any] | bool) -> str:
-    """A schema as it stands in a grammar, also behind `%json` in one of Lark. Raises InvalidRequest when it is too long."""
-    options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
-    text = json.dumps({**schema, **options} if isinstance(schema, dict) else ({} if schema else {"not": {}}) | options)
-    if len(text) > MAX_SCHEMA_CHARS:
-        raise InvalidRequest(f"expected a schema of at most {MAX_SCHEMA_CHARS} characters, got {len(text)}")
-    return text
 
 
 def regex_grammar(pattern: str) -> str:
@@ -47,6 +37,13 @@ def regex_grammar(pattern: str) -> str:
 def lark_grammar(source: str) -> str:
     """What matches a grammar in Lark's notation, from its rule `start`. Raises InvalidRequest."""
     return str(LLMatcher.grammar_from_lark(_limited(source)))
+
+
+def tools_grammar(source: str) -> str:
+    """A grammar of calls (`tools.calls_grammar`): longer than clients' own may be, and of few rules. Raises InvalidRequest."""
+    if len(source) > MAX_TOOLS_CHARS:
+        raise InvalidRequest(f"expected schemas of at most {MAX_TOOLS_CHARS} characters in all, got {len(source)}")
+    return str(LLMatcher.grammar_from_lark(source))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

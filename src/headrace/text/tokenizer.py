@@ -13,6 +13,7 @@ from headrace.text.chat import trusted_spans
 from headrace.text.chat_template import ChatTemplate, Message
 from headrace.text.detokenizer import Detokenizer, PieceTexts
 from headrace.text.literals import literal_pattern
+from headrace.text.tools import choose_format, plain_tool_messages
 from headrace.text.vocabulary import Vocabulary
 
 # The library would start a pool of threads at the first batch; ours is the only pool here, and encoding runs on the caller's thread.
@@ -55,7 +56,10 @@ class Tokenizer:
         self.control_ids = frozenset(vocabulary.control.values())
         self._control_pattern = literal_pattern(vocabulary.control)
         self.pieces = _Pieces(vocabulary)
+        self._showing: dict[frozenset[int], PieceTexts] = {}
         self._texts = PieceTexts(self.pieces, self.control_ids, vocabulary.size)
+        sources, takes_tools = (chat_template.sources, chat_template.takes_tools) if chat_template is not None else ((), False)
+        self.tool_format = choose_format(sources, takes_tools)  # how this model writes calls of functions
         self._texts_with_control = PieceTexts(self.pieces, frozenset(), vocabulary.size)
 
     @property
@@ -94,8 +98,12 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template; use completions with a prompt instead", param="messages")
+        template = self.chat_template
+        if not template.takes_tools and (tools or any(message.get("tool_calls") for message in messages)):
+            messages = plain_tool_messages(self.tool_format, messages, tools, knows_calls="tool_calls" in template.words)
+            tools = None
         text, spans = trusted_spans(
-            self.chat_template,
+            template,
             self.find_control,
             self.vocabulary.control,
             messages,
@@ -151,12 +159,26 @@ class Tokenizer:
         skip_special: bool = True,
         strip_space: bool = False,
         record: bool = False,
+        shown: tuple[str, ...] = (),
     ) -> Detokenizer:
         """For one sample. `strip_space`: this is the beginning of a text (a chat answer), not the continuation of one (a completion): the
-        space which SentencePiece puts in front of text is taken away. `record` keeps a TokenText for each token."""
+        space which SentencePiece puts in front of text is taken away. `record` keeps a TokenText for each token. `shown` are control
+        tokens that are text all the same."""
         texts = self._texts if skip_special else self._texts_with_control
+        if shown_ids := frozenset(self.control[token] for token in shown if token in self.control):
+            texts = self._texts_showing(shown_ids)
         strip_space = strip_space and self.leading_space
         return Detokenizer(texts, stop=stop, include_stop=include_stop, strip_space=strip_space, record=record)
+
+    def _texts_showing(self, ids: frozenset[int]) -> PieceTexts:
+        if ids not in self._showing:  # one set for each format of calls
+            self._showing[ids] = PieceTexts(self.pieces, self.control_ids - ids, self.vocab_size)
+        return self._showing[ids]
+
+    @property
+    def control(self) -> Mapping[str, int]:
+        """The control tokens, by their spelling."""
+        return self.vocabulary.control
 
     def token_bytes(self, token_id: int) -> bytes:
         """The raw bytes of a token; none for ids beyond the vocabulary. Raises ValueError for a negative id."""
