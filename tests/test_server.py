@@ -324,8 +324,8 @@ def test_official_client(server: ServerProcess) -> None:
         assert text.choices[0].text == (WORDS[300] + WORDS[301]).decode()
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": "hi"}], tools=[{"type": "function"}])  # type: ignore[list-item]
-        assert refused.value.code == "unsupported_parameter"
-        assert refused.value.param == "tools"
+        assert refused.value.code == "missing_required_parameter"
+        assert refused.value.param == "tools[0].function"
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
         assert [model.id for model in client.models.list()] == ["scripted"]

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, LLAMA3, tokenizer_with, user
+from chat_templates import CHATML, GEMMA, LLAMA3, tokenizer_with, user
 
 from headrace.errors import InvalidRequest
 from headrace.text import grammar
@@ -231,6 +231,12 @@ def test_a_template_without_tools_gets_them_in_its_system_message() -> None:
         assert text.count("<|im_start|>system") == 1
     ids = tokenizer.encode_chat([user("hi")], tools=TOOLS)
     assert ids.count(tokenizer.control["<|im_end|>"]) == 2  # what a client wrote is not among them
+
+
+def test_a_template_without_a_system_role_gets_them_in_the_first_message() -> None:
+    tokenizer = tokenizer_with(GEMMA)
+    text = tokenizer.decode(tokenizer.encode_chat([user("hi")], tools=TOOLS), skip_special=False)
+    assert text.index("<start_of_turn>user\n") < text.index('"name": "add"') < text.index("hi<end_of_turn>")
 
 
 def test_calls_of_earlier_answers_reach_the_prompt() -> None:

@@ -54,7 +54,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
+REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "parallel_tool_calls": (True, False),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -133,6 +133,14 @@ class ChatTemplate:
         return len(self.sources) > 1 or any("tools" in meta.find_undeclared_variables(tree) for tree in self._trees())
 
     @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template takes a system message."""
+        try:
+            return "probe of system" in self.render([{"role": "system", "content": "probe of system"}, {"role": "user", "content": "x"}])
+        except InvalidRequest:
+            return False
+
+    @cached_property
     def takes_parts(self) -> bool:
         """Whether the template writes content given as a list of parts as text, rather than as the list's spelling."""
         probe = "probe of parts"

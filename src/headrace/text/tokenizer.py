@@ -100,7 +100,8 @@ class Tokenizer:
             raise InvalidRequest("this model has no chat template; use completions with a prompt instead", param="messages")
         template = self.chat_template
         if not template.takes_tools and (tools or any(message.get("tool_calls") for message in messages)):
-            messages = plain_tool_messages(self.tool_format, messages, tools, knows_calls="tool_calls" in template.words)
+            knows_calls = "tool_calls" in template.words
+            messages = plain_tool_messages(self.tool_format, messages, tools, knows_calls=knows_calls, takes_system=template.takes_system)
             tools = None
         text, spans = trusted_spans(
             template,

@@ -165,8 +165,10 @@ def tools_prompt(fmt: ToolFormat, tools: Sequence[Message]) -> str:
     )
 
 
-def plain_tool_messages(fmt: ToolFormat, messages: Sequence[Message], tools: Sequence[Message] | None, knows_calls: bool) -> list[Message]:
-    """Messages for a template that knows no tools: they are described in the system message, and earlier calls are text."""
+def plain_tool_messages(
+    fmt: ToolFormat, messages: Sequence[Message], tools: Sequence[Message] | None, *, knows_calls: bool, takes_system: bool
+) -> list[Message]:
+    """Messages for a template that knows no tools: the system message, or else the first, describes them; earlier calls are text."""
     found: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls")
@@ -176,8 +178,12 @@ def plain_tool_messages(fmt: ToolFormat, messages: Sequence[Message], tools: Seq
         found.append(message)
     if tools:
         prompt = tools_prompt(fmt, tools)
-        if found and found[0].get("role") == "system":
-            found[0] = {**found[0], "content": f"{found[0].get('content') or ''}\n\n{prompt}"}
-        else:
+        first = found[0] if found else {}
+        content = first.get("content") or ""
+        if first.get("role") == "system":
+            found[0] = {**first, "content": f"{content}\n\n{prompt}"}
+        elif takes_system or not found or not isinstance(content, str):
             found.insert(0, {"role": "system", "content": prompt})
+        else:
+            found[0] = {**first, "content": f"{prompt}\n\n{content}"}
     return found
