@@ -28,6 +28,14 @@ for await (const event of client.responses.stream({ model: 'scripted', input: 'a
   if (event.type === 'response.output_text.delta') said.responseStream.push(event.delta)
 }
 
+const call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+const runner = client.chat.completions.stream({
+  model: 'scripted', messages: [{ role: 'user', content: call }], temperature: 0,
+  tools: [{ type: 'function', function: { name: 'add', parameters: {} } }],
+})
+const { message, finish_reason } = (await runner.finalChatCompletion()).choices[0]
+said.calls = [message.tool_calls.flatMap(({ function: f }) => [f.name, JSON.parse(f.arguments)]), finish_reason]
+
 said.models = (await client.models.list()).data.map((model) => model.id)
 said.errors = []
 for (const more of [{ temperature: 9 }, { model: 'other' }, { response_format: { type: 'no_such' } }, { deadline_ms: 100, ignore_eos: true }]) {

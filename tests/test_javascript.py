@@ -34,11 +34,12 @@ def test_the_javascript_client() -> None:
         "logprobs": ["a", "b", "<|im_end|>"],
         "response": ["héllo", "completed"],
         "responseStream": ["a", "b", "c"],
+        "calls": [["add", {"a": 1}], "tool_calls"],
         "models": ["scripted"],
         "errors": [
             ["BadRequestError", 400, "invalid_value", "temperature", True],
             ["NotFoundError", 404, "model_not_found", "model", True],
-            ["BadRequestError", 400, "unsupported_parameter", "response_format", True],
+            ["BadRequestError", 400, "invalid_value", "response_format.type", True],
             ["APIError", 408, "deadline_exceeded", "deadline_ms", True],
         ],
         "begun": True,

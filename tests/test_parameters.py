@@ -36,6 +36,7 @@ REFUSED = {
 }
 # field -> good values, values out of range. A field whose good value depends on the endpoint is in SPECIAL.
 TOO_LARGE = 2**31
+TOOL = {"type": "function", "function": {"name": "f"}}
 TABLE: dict[str, tuple[list[Any], list[Any]]] = {
     "model": (["scripted"], []),
     "messages": ([USER], [[]]),
@@ -71,6 +72,15 @@ TABLE: dict[str, tuple[list[Any], list[Any]]] = {
     "cache_prompt": ([False, True], []),
     "truncate_prompt_tokens": ([1], [0, TOO_LARGE]),
     "deadline_ms": ([60_000, 1e5], [0, -1, 1e9]),
+    "response_format": ([{"type": "text"}, {"type": "json_object"}], [{"type": "yaml"}, {"type": "json_schema"}]),
+    "structured_outputs": ([{"regex": "a"}, {"json_object": True}], [{"regex": "("}, {"choice": []}, {"regex": "a", "grammar": "b"}]),
+    "guided_json": ([True, {"type": "object"}, "{}"], [{"type": "nope"}]),
+    "guided_regex": (["a"], ["("]),
+    "guided_choice": ([["a", "b"]], [[]]),
+    "guided_grammar": (['start: "a"'], ["start: b"]),
+    "tools": ([[], [TOOL]], [[TOOL, TOOL], [{"type": "function"}]]),
+    "tool_choice": (["none", "auto"], ["required"]),
+    "parallel_tool_calls": ([False, True], []),
     "top_logprobs": ([], [-1, 21]),
     "logprobs": ([], []),
 }
@@ -78,8 +88,8 @@ SPECIAL: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("/v1/chat/completions", "logprobs"): ([False, True], []),
     ("/v1/completions", "logprobs"): ([0, 5], [-1, 6]),
 }
-TEXTS = ("model", "prompt", "input", "instructions", "system", "stop", "cache_salt")
-OBJECTS = ("logit_bias", "stream_options")
+TEXTS = ("model", "prompt", "input", "instructions", "system", "stop", "cache_salt", "guided_regex", "guided_grammar")
+OBJECTS = ("logit_bias", "stream_options", "response_format", "structured_outputs", "guided_json")
 CASES = [(path, field) for path, kind in TYPES.items() for field in kind.__struct_fields__]
 
 
