@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -322,3 +324,23 @@ def test_forced_calls_of_the_model(server: HeadraceServe, choice: Any) -> None:
     more = [*ask["messages"], whole.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     after = client.chat.completions.create(model=model, messages=more, tools=[WEATHER], tool_choice="none", max_tokens=8)
     assert after.usage.prompt_tokens > 60
+
+
+def test_a_constrained_stream_goes_on_when_the_engine_is_killed(server: HeadraceServe) -> None:
+    """Its grammar's state is rebuilt from what was sent."""
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99999}, "minItems": 25, "maxItems": 25}
+    ask: dict[str, Any] = {
+        "model": server.get("/v1/models")[1]["data"][0]["id"], "messages": says("Numbers"), "seed": 4, "max_tokens": 300,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema}},
+    }  # fmt: skip
+    client = client_of(server)
+    quiet = client.chat.completions.create(**ask).choices[0].message.content
+    assert len(json.loads(quiet)) == 25
+    text, killed = "", False
+    for chunk in client.chat.completions.create(**ask, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if len(text) > 10 and not killed:
+            killed = True
+            os.kill(server.engine_pid(), signal.SIGKILL)
+    assert killed
+    assert text == quiet
