@@ -18,7 +18,7 @@ from headrace.config import EngineConfig
 from headrace.engine.loop import Engine
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import InvalidRequest
-from headrace.executors.grammars import GrammarRows
+from headrace.executors.grammars import MAX_COMPILED, GrammarRows
 from headrace.executors.simulated import SimulatedExecutor, VirtualClock
 from headrace.request import Abort, SamplingParams, StepEvents, Submit
 from headrace.text import grammar
@@ -129,6 +129,25 @@ def test_the_longest_chain_of_rules_has_the_stack_it_needs() -> None:
         i += 1
     with deep_pool(1, "test") as pool:
         pool.submit(grammar.check, grammar.lark_grammar(source)).result()
+
+
+def test_grammars_that_are_kept_are_bounded() -> None:
+    """However many clients think of; one that was dropped is made again when a row needs it."""
+    made: list[str] = []
+
+    def compile_grammar(source: str) -> grammar.Matcher:
+        made.append(source)
+        return COMPILER(source)
+
+    rows = GrammarRows(compile_grammar)
+    sources = [grammar.choice_grammar([f"{i}"]) for i in range(100)]
+    for source in sources:
+        rows.compile(source).result()
+    assert len(rows._compiled) == MAX_COMPILED
+    rows.compile(sources[-1]).result()
+    assert len(made) == 100
+    rows.compile(sources[0]).result()
+    assert len(made) == 101
 
 
 # In the engine

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 from headrace.engine.plan import NewRow, Plan
 from headrace.threads import deep_pool
 
-MAX_COMPILED = 128  # grammars kept; a row whose grammar was dropped compiles it again
+# Grammars kept: so many, of so many characters in all. A row whose grammar was dropped compiles it again.
+MAX_COMPILED = 32
+MAX_COMPILED_CHARS = 2 << 20
 
 
 class Matcher(Protocol):
@@ -123,6 +125,8 @@ class GrammarRows:
             found = self._compile(grammar)
             with self._lock:
                 self._compiled[grammar] = found
-                while len(self._compiled) > MAX_COMPILED:
+                while len(self._compiled) > MAX_COMPILED or (
+                    len(self._compiled) > 1 and sum(map(len, self._compiled)) > MAX_COMPILED_CHARS
+                ):
                     self._compiled.popitem(last=False)
         return found

@@ -21,7 +21,7 @@ MAX_SOURCE_CHARS = 16 << 10  # of a regular expression or a Lark grammar
 MAX_CHOICES = 1024
 _MAX_MESSAGE = 300
 
-_limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB a state
+_limits = LLParserLimits(max_lexer_states=10_000, verbose_errors=False)  # 1-2 kB a state, of each grammar
 
 
 def schema_grammar(schema: dict[str, Any] | bool) -> str:
