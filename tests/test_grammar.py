@@ -176,7 +176,9 @@ def engine_of(num_blocks: int = 100, max_batch_size: int = 8) -> Engine:
     config = EngineConfig(context_length=256, num_blocks=num_blocks, max_batch_size=max_batch_size)
     scheduler = Scheduler(config, clock, (END,), block_tokens=4)
     executor = SimulatedExecutor(clock, num_blocks, vocab_size=257, block_tokens=4)
-    return Engine(scheduler, executor, GrammarRows(COMPILER))
+    rows = GrammarRows(COMPILER)
+    rows.compile(PAIR).result()  # so that when a request joins the queue is no matter of threads
+    return Engine(scheduler, executor, rows)
 
 
 def constrained(request_id: int, prompt: list[int], seed: int = 0, source: str = PAIR, **more: Any) -> Submit:
@@ -214,8 +216,8 @@ def text_of(ids: list[int]) -> str:
 def test_constrained_samples_among_free_ones_match_and_are_as_if_alone() -> None:
     commands = [constrained(i, [i + 1] * 60, seed=i, num_samples=1 + i % 2) for i in range(6)]
     free = [submit(100 + i, [i] * 30, max_tokens=90) for i in range(2)]
-    engine = engine_of(num_blocks=70)  # too few for all: some are preempted
-    heard = run(engine, [*free, *commands])
+    engine = engine_of(num_blocks=42)  # too few for all: some are preempted
+    heard = run(engine, [*commands, *free])
     assert engine.scheduler.tally.preemptions > 0
     for command in commands:
         alone = run(engine_of(), [command])
