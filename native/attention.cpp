@@ -28,8 +28,6 @@ struct Shape {
   explicit Shape(const Attention& a) : group(a.q_heads / a.kv.kv_heads), head_dim(a.kv.head_dim) {}
 };
 
-inline int64_t first_key(const Attention& a, int64_t position) { return a.window > 0 && position >= a.window ? position - a.window + 1 : 0; }
-
 // Where the two blocks of KV chunk `c` lie, of whose tokens only keys [lo, hi) are wanted: a block without any is never read, so that its place is
 // the other's. Both null: the chunk is beyond hi.
 inline void locate(const KvLayer& kv, const AttentionChunk& chunk, int kv_head, int64_t c, int64_t lo, int64_t hi, const bf16** block) {
@@ -83,7 +81,7 @@ class Walk {
       lead_ = a_.next;
       lead_c_ = lead_.c_begin;
       lead_head_ = lead_.kv_begin;
-      lo_ = first_key(a_, lead_.chunk->start);
+      lo_ = first_key(a_.window, lead_.chunk->start);
       hi_ = lead_.chunk->stop;
     }
     block[0] = ahead_.near[0];
@@ -119,8 +117,8 @@ struct Tiles {
 // What the tile's rows see of KV chunk `c`. False: nothing.
 inline bool look(const Attention& a, const Tile& tile, int group, int64_t t0, int64_t c, Visible* see) {
   const int64_t begin = c * kKvChunk, end = begin + kKvChunk;
-  if (tile.t_last < begin || first_key(a, tile.t_first) >= end) return false;
-  if (tile.t_first + 1 >= end && first_key(a, tile.t_last) <= begin) {
+  if (tile.t_last < begin || first_key(a.window, tile.t_first) >= end) return false;
+  if (tile.t_first + 1 >= end && first_key(a.window, tile.t_last) <= begin) {
     *see = kSeesAll;
     return true;
   }
@@ -128,7 +126,7 @@ inline bool look(const Attention& a, const Tile& tile, int group, int64_t t0, in
   see->lo_max = see->hi_max = 0;
   for (int r = 0; r < tile.count; r++) {
     const int64_t t = t0 + (tile.first + r) / group;
-    int64_t lo = first_key(a, t) - begin, hi = t + 1 - begin;
+    int64_t lo = first_key(a.window, t) - begin, hi = t + 1 - begin;
     hi = hi < 0 ? 0 : hi > kKvChunk ? kKvChunk : hi;
     lo = lo < 0 ? 0 : lo > hi ? hi : lo;
     see->lo[r] = static_cast<int>(lo);
@@ -201,7 +199,7 @@ inline void finish(const Attention& a, const Shape& shape, int kv_head, int64_t 
 void attend(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_t q_begin, int64_t q_end, uint8_t* scratch) {
   const Shape shape(a);
   const int head_dim = shape.head_dim;
-  const int64_t t0 = chunk.start + q_begin, lo = first_key(a, t0), hi = chunk.start + q_end;
+  const int64_t t0 = chunk.start + q_begin, lo = first_key(a.window, t0), hi = chunk.start + q_end;
   const Tiles tiles(t0, static_cast<int>(q_end - q_begin), shape.group);
   const Scratch mem(scratch, tiles, head_dim);
   Queries queries[kMaxTiles];
@@ -239,7 +237,7 @@ void attend(const Attention& a, const AttentionChunk& chunk, int kv_head, int64_
   for (int i = 0; i < tiles.count; i++)
     for (int r = 0; r < tiles.tile[i].count; r++) {
       const int row = tiles.tile[i].first + r;
-      finish(a, shape, kv_head, chunk.out + q_begin + row / shape.group, row % shape.group, mem.o + static_cast<int64_t>(row) * head_dim,
+      finish(a, shape, kv_head, chunk.row + q_begin + row / shape.group, row % shape.group, mem.o + static_cast<int64_t>(row) * head_dim,
              mem.l[i * 8 + r]);
     }
 }
@@ -254,7 +252,7 @@ void attention_one(const Attention& a, const RopeKv* rope, const KvRange& range,
   const Shape shape(a);
   const AttentionChunk& chunk = *range.chunk;
   const int head_dim = shape.head_dim, heads = range.kv_end - range.kv_begin, rows = heads * shape.group;
-  const int64_t stride = 4 + head_dim, lo = first_key(a, chunk.start), hi = static_cast<int64_t>(chunk.start) + 1;
+  const int64_t stride = 4 + head_dim, lo = first_key(a.window, chunk.start), hi = static_cast<int64_t>(chunk.start) + 1;
   const Tiles tiles(chunk.start, 1, shape.group);
   TileScratch& w = *reinterpret_cast<TileScratch*>(scratch);
   Queries* queries = reinterpret_cast<Queries*>(scratch + sizeof(TileScratch));
@@ -317,7 +315,7 @@ void attention_one(const Attention& a, const RopeKv* rope, const KvRange& range,
     const Tile& tile = tiles.tile[i % tiles.count];
     for (int r = 0; r < tile.count; r++) {
       const int head = i / tiles.count * shape.group + tile.first + r;
-      finish(a, shape, range.kv_begin, chunk.out, head, o + static_cast<int64_t>(head) * head_dim, l[i * 8 + r]);
+      finish(a, shape, range.kv_begin, chunk.row, head, o + static_cast<int64_t>(head) * head_dim, l[i * 8 + r]);
     }
   }
 }
@@ -325,7 +323,7 @@ void attention_one(const Attention& a, const RopeKv* rope, const KvRange& range,
 void attention_merge(const Attention& a, const KvRange& range, const float* partial) {
   const Shape shape(a);
   const AttentionChunk& chunk = *range.chunk;
-  const int64_t stride = 4 + shape.head_dim, hi = static_cast<int64_t>(chunk.start) + 1, first = first_key(a, chunk.start) / kKvChunk;
+  const int64_t stride = 4 + shape.head_dim, hi = static_cast<int64_t>(chunk.start) + 1, first = first_key(a.window, chunk.start) / kKvChunk;
   TileScratch w{};
   for (int head = 0; head < (range.kv_end - range.kv_begin) * shape.group; head++) {
     float o[256] = {}, m[8] = {kMinusInf}, l[8] = {};
@@ -337,7 +335,7 @@ void attention_merge(const Attention& a, const KvRange& range, const float* part
       const float alpha = w.exponent[0], beta = w.exponent[8];
       for (int d = 0; d < shape.head_dim; d++) o[d] = __builtin_fmaf(part[4 + d], beta, o[d] * alpha);
     }
-    finish(a, shape, range.kv_begin, chunk.out, head, o, l[0]);
+    finish(a, shape, range.kv_begin, chunk.row, head, o, l[0]);
   }
 }
 

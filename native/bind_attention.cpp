@@ -60,7 +60,7 @@ AttentionChunk attention_chunk(const char* fn, const Array<const int32_t, 1>& ta
   expect(start >= 0 && stop > start && stop < INT32_MAX, fn, "stop", "start < stop", stop);
   expect(row >= 0 && row + stop - start <= rows, fn, "row", "room for " + std::to_string(stop - start) + " of " + std::to_string(rows) + " rows",
          row);
-  return {static_cast<int32_t>(row), static_cast<int32_t>(row), static_cast<int32_t>(start), static_cast<int32_t>(stop), table.data()};
+  return {static_cast<int32_t>(row), static_cast<int32_t>(start), static_cast<int32_t>(stop), table.data()};
 }
 
 struct Call {
@@ -85,8 +85,7 @@ Call attention_call(const char* fn, const Array<const uint16_t, 3>& q, const Poo
     expect(out_rows == rows, fn, "out.shape[0]", std::to_string(rows), out_rows);
     expect(ld_out >= heads * kv.head_dim, fn, "out.shape[1]", "at least " + std::to_string(heads * kv.head_dim), ld_out);
   }
-  const int64_t first = window > 0 && start >= window ? start - window + 1 : 0;
-  check_table(fn, table.data(), static_cast<int64_t>(table.shape(0)), first, stop, static_cast<int64_t>(pool.shape(0)));
+  check_table(fn, table.data(), static_cast<int64_t>(table.shape(0)), first_key(window, start), stop, static_cast<int64_t>(pool.shape(0)));
   return {{q.data(), static_cast<int32_t>(heads), scale, window, kv, out, ld_out}, chunk, static_cast<int>(heads / kv.kv_heads)};
 }
 
@@ -119,9 +118,9 @@ void attention_partial_py(const Array<const uint16_t, 3>& q, const Pool1& pool, 
   check_partial("attention_partial", call, partial);
   expect(c_begin >= 0 && c_begin <= c_end && c_end <= static_cast<int64_t>(partial.shape(0)), "attention_partial", "c_end",
          "c_begin <= c_end <= chunks", c_end);
-  const int64_t first = window > 0 && start >= window ? (start - window + 1) / kKvChunk : 0;  // chunks before it are not the query's
   const Aligned scratch(scratch_of(call));
-  const KvRange range{&call.chunk, kv_head, kv_head + 1, std::max(c_begin, first), std::min(c_end, kv_chunks(call.chunk.stop))};
+  const int64_t first = std::max(c_begin, first_key(window, start) / kKvChunk);  // chunks before it are not the query's
+  const KvRange range{&call.chunk, kv_head, kv_head + 1, first, std::min(c_end, kv_chunks(call.chunk.stop))};
   kernels().attention_one(call.a, nullptr, range, partial.data(), scratch.data);
 }
 
@@ -222,10 +221,7 @@ double attention_step(const Array<const uint16_t, 3>& q, const Array<uint16_t, 4
   std::vector<Item> items;
   for (const Call& call : calls) {
     const int64_t queries = call.chunk.stop - call.chunk.start;
-    const auto first = [&](int64_t query) {
-      const int64_t position = call.chunk.start + query;
-      return window > 0 && position >= window ? (position - window + 1) / kKvChunk : 0;
-    };
+    const auto first = [&](int64_t query) { return first_key(window, call.chunk.start + query) / kKvChunk; };
     if (queries == 1) items.push_back({&call, {&call.chunk, 0, call.a.kv.kv_heads, first(0), kv_chunks(call.chunk.stop)}, 0, 1});
     for (int h = 0; queries > 1 && h < call.a.kv.kv_heads; h++)
       for (int64_t end = queries; end > 0; end -= 32) {  // longest first

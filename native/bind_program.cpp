@@ -86,7 +86,7 @@ void bind_program(nb::module_& m) {
           "rms_norm",
           [](Program& p, int x, uintptr_t w, float eps, int64_t k, int out, bool selected) { p.rms_norm(x, floats(w), eps, k, out, selected); },
           "x"_a, "weight"_a, "eps"_a, "k"_a, "out"_a, "selected"_a)
-      .def("quantize", &Program::quantize, "x"_a, "k"_a, "out"_a, "selected"_a)
+      .def("quantize", &Program::quantize, "x"_a, "k"_a, "out"_a)
       .def(
           "linear",
           [](Program& p, const std::string& name, int f, uintptr_t w, int64_t n, int64_t k, int in, int out, int64_t column, int epilogue,
@@ -98,8 +98,7 @@ void bind_program(nb::module_& m) {
           [](Program& p, int qkv, int64_t q, int64_t k, int64_t v, uintptr_t q_norm, uintptr_t k_norm, float eps, uintptr_t table, int rotary,
              int layer) { p.rope_kv(qkv, q, k, v, floats(q_norm), floats(k_norm), eps, floats(table), rotary, layer); },
           "qkv"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "table"_a, "rotary"_a, "layer"_a)
-      .def("select", &Program::select, "x"_a)
-      .def("attention", &Program::attention, "out"_a, "layer"_a, "selected"_a)
+      .def("attention", &Program::attention, "out"_a, "layer"_a)
       .def("finish", &Program::finish, "logits"_a)
       .def(
           "set_row",

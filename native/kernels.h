@@ -68,7 +68,6 @@ struct Linear {
 // One request's share of a step, as attention sees it.
 struct AttentionChunk {
   int32_t row;           // first of its rows in the flat batch
-  int32_t out;           // ... and in attention's output, which may leave rows out
   int32_t start, stop;   // positions [start, stop) are this step's queries; keys are [0, stop)
   const int32_t* table;  // block ids covering [0, stop)
 };
@@ -79,6 +78,8 @@ struct KvLayer {
   bf16* base;
   int32_t kv_heads, head_dim;
 };
+// The first key that a query at `position` sees; window 0: all before it.
+constexpr int64_t first_key(int64_t window, int64_t position) { return window > 0 && position >= window ? position - window + 1 : 0; }
 constexpr int64_t kv_chunks(int64_t tokens) { return (tokens + kKvChunk - 1) / kKvChunk; }
 constexpr int64_t kv_head_elements(int head_dim) { return 2LL * kBlock * head_dim; }  // K and V of one block and head
 

@@ -36,11 +36,9 @@ Program::Program(const ProgramLimits& limits)
       q_(static_cast<size_t>(limits.max_tokens) * limits.q_heads * limits.head_dim * sizeof(bf16)),
       partial_(4 * static_cast<size_t>(limits.threads) * (limits.context / kKvChunk + 1) * limits.q_heads * (4 + limits.head_dim) * sizeof(float)),
       rows_(static_cast<size_t>(limits.max_rows)),
-      cursors_(new Cursor[static_cast<size_t>(limits.threads)]()) {
-  for (AttentionWork* work : {&work_, &selected_work_}) {
-    work->items.resize(static_cast<size_t>(limits.threads));
-    work->pieces_left.reset(new std::atomic<int>[4 * static_cast<size_t>(limits.threads) * limits.kv_heads]());
-  }
+      cursors_(new Cursor[static_cast<size_t>(limits.threads)]()),
+      items_(static_cast<size_t>(limits.threads)),
+      pieces_left_(new std::atomic<int>[4 * static_cast<size_t>(limits.threads) * limits.kv_heads]()) {
   scratch_bytes_ = std::max(attention_scratch(limits.head_dim, limits.q_heads, limits.kv_heads), sample_scratch(limits.vocab));
 }
 
@@ -99,12 +97,11 @@ void Program::rms_norm(int x, const float* weight, float eps, int64_t k, int out
   op.selected = selected;
 }
 
-void Program::quantize(int x, int64_t k, int out, bool selected) {
+void Program::quantize(int x, int64_t k, int out) {
   Op& op = add(Kind::quantize, "quantize");
   op.x = x;
   op.k = k;
   op.act = out;
-  op.selected = selected;
 }
 
 void Program::linear(const std::string& name, const Weight& weight, int in, int out, int64_t column, Epilogue epilogue, const float* bias,
@@ -131,9 +128,7 @@ void Program::rope_kv(int qkv, int64_t q_offset, int64_t k_offset, int64_t v_off
   op.rope = {in.data, in.columns, q_offset, k_offset, v_offset, limits_.q_heads, q_norm, k_norm, eps, {cos_sin, rotary}, q_.as<bf16>(), kv(layer)};
 }
 
-void Program::select(int x) { add(Kind::select, "select").x = x; }
-
-void Program::attention(int out, int layer, bool selected) {
+void Program::attention(int out, int layer) {
   const auto rope = std::find_if(ops_.rbegin(), ops_.rend(), [](const Op& op) { return op.kind == Kind::rope_kv; });
   if (rope == ops_.rend()) throw std::logic_error("attention before its rope_kv");
   const RopeKv turn = rope->rope;
@@ -141,15 +136,13 @@ void Program::attention(int out, int layer, bool selected) {
   op.rope = turn;
   op.out = out;
   op.layer = layer;
-  op.selected = selected;
 }
 
 void Program::finish(int logits) {
   logits_ = logits;
-  const auto row_by_row = [](const Op& op) { return op.kind != Kind::attention && op.kind != Kind::select; };
+  const auto alone = [](const Op& a, const Op& b) { return a.kind == Kind::attention || b.kind == Kind::attention || a.selected != b.selected; };
   for (size_t i = 0; i < ops_.size(); i++) {
-    const bool together = i > 0 && row_by_row(ops_[i - 1]) && row_by_row(ops_[i]) && ops_[i - 1].selected == ops_[i].selected;
-    if (!together) runs_.push_back({i, i});
+    if (i == 0 || alone(ops_[i - 1], ops_[i])) runs_.push_back({i, i});
     runs_.back().second = i + 1;
   }
   const Op* next = nullptr;

@@ -76,16 +76,15 @@ class Program {
   int buffer(int64_t columns);                          // fp32 [max_tokens][columns]
   int activations(int64_t k, bool int8, bool as_bf16);  // rows for the linear layers
   void embed(const Weight& weight, float scale, int out);
-  // `selected`: only the rows whose logits are wanted, closed up, as `select` leaves them in x and attention in its output.
+  // `selected`: only the rows whose logits are wanted, closed up.
   void rms_norm(int x, const float* weight, float eps, int64_t k, int out_activations, bool selected);
-  void quantize(int x, int64_t k, int out_activations, bool selected);
+  void quantize(int x, int64_t k, int out_activations);
   void linear(const std::string& name, const Weight& weight, int in_activations, int out, int64_t column, Epilogue epilogue, const float* bias,
               bool selected);
   void rope_kv(int qkv, int64_t q_offset, int64_t k_offset, int64_t v_offset, const float* q_norm, const float* k_norm, float eps,
                const float* cos_sin, int rotary, int layer);
-  void select(int x);
-  void attention(int out, int layer, bool selected);  // after its rope_kv
-  void finish(int logits);                            // the buffer the head writes
+  void attention(int out, int layer);  // after its rope_kv
+  void finish(int logits);             // the buffer the head writes
 
   // --- rows ---
   void set_row(int row, const int32_t* tokens, int64_t count, int64_t num_prompt, RowParams params);
@@ -108,7 +107,7 @@ class Program {
   std::vector<OpTime> times() const;
 
  private:
-  enum class Kind { embed, rms_norm, quantize, linear, rope_kv, select, attention };
+  enum class Kind { embed, rms_norm, quantize, linear, rope_kv, attention };
   struct Op {
     Kind kind;
     std::string name;
@@ -142,20 +141,13 @@ class Program {
   struct Item {  // attention work: a tile of queries of one head, or a single query
     KvRange range;
     int q_begin, q_end;
-    int split;  // which of the splits, or -1: all its KV chunks
-    bool turn;  // rotate the query, and write its key and value
+    int split;  // which of splits_, or -1: all its KV chunks
     int64_t cost;
   };
   struct Split {  // one query and some heads whose KV chunks are shared out; whoever finishes the last piece merges
     float* partial;
     int pieces;
     std::atomic<int>* left;
-  };
-  struct AttentionWork {
-    std::vector<AttentionChunk> chunks;
-    std::vector<std::vector<Item>> items;  // of each thread, longest first; the others take what it has not begun
-    std::vector<Split> splits;
-    std::unique_ptr<std::atomic<int>[]> pieces_left;
   };
   // A step is stages, numbered from first_stage_ on by every thread alike. The units of a stage are claimed one by one, of a thread's own share
   // first, and the stage is over when all are done, whoever did them: a thread that comes late, because the system ran something else on its core,
@@ -177,14 +169,13 @@ class Program {
   static int64_t panels(const Op& op);
   static int64_t panel_bytes(const Op& op);
   KvLayer kv(int layer) const;
-  void plan_attention(AttentionWork& work, bool selected);
-  const AttentionWork& work_of(const Op& op) const { return op.selected && num_selected_ != num_rows_ ? selected_work_ : work_; }
+  void plan_attention();
   void run(int thread);
   Stage run_op(const Op& op, int thread);
   void run_rows(const Op& op, int thread, int64_t begin, int64_t end);
   void run_rope(const Op& op, int64_t begin, int64_t end);
   Stage run_attention(const Op& op, int thread);
-  void attend(const Op& op, const AttentionWork& work, const Item& item, const Item* next, int thread);
+  void attend(const Op& op, const Item& item, const Item* next, int thread);
   bool is_decode(const AttentionChunk& c) const { return c.stop - c.start == 1; }
   bool over(int thread) const;
   int64_t claim(int thread, int owner, int64_t count, int64_t grain);
@@ -214,8 +205,10 @@ class Program {
   int64_t num_rows_ = 0, num_selected_ = 0;
   std::vector<AttentionChunk> chunks_;
   std::vector<int32_t> row_tokens_, row_chunk_, selected_;
-  int64_t turned_rows_ = 0;  // by rope_kv: those of chunks of several; a single query is turned where it attends
-  AttentionWork work_, selected_work_;
+  int64_t turned_rows_ = 0;               // by rope_kv: those of chunks of several; a single query is turned where it attends
+  std::vector<std::vector<Item>> items_;  // of each thread, longest first; the others take what it has not begun
+  std::vector<Split> splits_;
+  std::unique_ptr<std::atomic<int>[]> pieces_left_;
   std::vector<std::pair<int32_t, int32_t>> copies_;
   bool profile_ = false;
   double waited_ = 0;  // by thread 0, for the others

@@ -34,7 +34,7 @@ int64_t Program::forward(const int32_t* chunks, int num_chunks, const int32_t* c
     const int32_t *c = chunks + 4 * i, row = c[0], start = c[1], stop = c[2];
     const int32_t* tokens = tokens_.as<int32_t>() + row * (limits_.context + 1);
     const int32_t first = static_cast<int32_t>(row_tokens_.size());
-    chunks_.push_back({first, first, start, stop, tables_.as<int32_t>() + static_cast<int64_t>(row) * limits_.max_blocks});
+    chunks_.push_back({first, start, stop, tables_.as<int32_t>() + static_cast<int64_t>(row) * limits_.max_blocks});
     row_tokens_.insert(row_tokens_.end(), tokens + start, tokens + stop);
     row_chunk_.insert(row_chunk_.end(), static_cast<size_t>(stop - start), i);
     for (int32_t position = c[3]; position < stop; position++) selected_.push_back(first + position - start);
@@ -43,8 +43,7 @@ int64_t Program::forward(const int32_t* chunks, int num_chunks, const int32_t* c
   num_selected_ = static_cast<int64_t>(selected_.size());
   turned_rows_ = 0;
   for (const AttentionChunk& c : chunks_) turned_rows_ += is_decode(c) ? 0 : c.stop - c.start;
-  plan_attention(work_, false);
-  if (num_selected_ != num_rows_) plan_attention(selected_work_, true);
+  plan_attention();
   first_stage_ = stage_.load(std::memory_order_relaxed);
   pool_.run([](void* self, int thread) { static_cast<Program*>(self)->run(thread); }, this);
   return num_selected_;
@@ -53,63 +52,49 @@ int64_t Program::forward(const int32_t* chunks, int num_chunks, const int32_t* c
 // Items of attention for every layer of this step, longest first, dealt out to the threads. A single query attends with all its heads, chunk by
 // chunk; one whose keys would keep one thread busy for more than its share is cut at KV chunks, and between heads if there are too few of those. The
 // merge is by chunk, ascending, so the bits do not depend on the cut.
-void Program::plan_attention(AttentionWork& work, bool selected) {
-  work.chunks.clear();
-  work.splits.clear();
-  for (auto& list : work.items) list.clear();
-  int32_t out = 0;
-  for (const AttentionChunk& c : chunks_) {
-    AttentionChunk& part = work.chunks.emplace_back(c);
-    if (selected) {  // selected_ holds the last rows of each chunk
-      part.out = out;
-      while (out < num_selected_ && selected_[static_cast<size_t>(out)] < c.row + c.stop - c.start) out++;
-      part.start = c.stop - (out - part.out);
-      part.row = c.row + part.start - c.start;
-    }
-  }
+void Program::plan_attention() {
+  splits_.clear();
+  for (auto& list : items_) list.clear();
   std::vector<Item> items;
-  const auto visible = [this](int64_t position) { return limits_.window && position + 1 > limits_.window ? limits_.window : position + 1; };
-  const auto first_chunk = [&](int64_t position) { return (position + 1 - visible(position)) / kKvChunk; };
+  const auto visible = [this](int64_t position) { return position + 1 - first_key(limits_.window, position); };
+  const auto first_chunk = [this](int64_t position) { return first_key(limits_.window, position) / kKvChunk; };
   int64_t total = 0;
-  for (const AttentionChunk& c : work.chunks)
+  for (const AttentionChunk& c : chunks_)
     for (int64_t position = c.start; position < c.stop; position++) total += visible(position);
   const int heads = limits_.kv_heads;
   const int64_t limit = std::max<int64_t>(1, total * heads / (4 * limits_.threads));  // so fewer than 4 * threads queries are cut
   float* partial = partial_.as<float>();
-  for (size_t i = 0; i < work.chunks.size(); i++) {
-    const AttentionChunk& c = work.chunks[i];
+  for (const AttentionChunk& c : chunks_) {
     if (!is_decode(c)) {
       for (int q = 0, queries = c.stop - c.start; q < queries; q += kQueryTile) {
         const int end = std::min<int>(queries, q + kQueryTile);
         for (int h = 0; h < heads; h++)
-          items.push_back(
-              {{&c, h, h + 1, first_chunk(c.start + q), kv_chunks(c.start + end)}, q, end, -1, false, (end - q) * visible(c.start + end - 1)});
+          items.push_back({{&c, h, h + 1, first_chunk(c.start + q), kv_chunks(c.start + end)}, q, end, -1, (end - q) * visible(c.start + end - 1)});
       }
       continue;
     }
-    const bool turn = is_decode(chunks_[i]);
     const int64_t keys = visible(c.start), first = first_chunk(c.start), last = kv_chunks(c.stop);
     const int64_t pieces = limits_.threads > 1 ? (keys * heads + limit - 1) / limit : 1;
     const int64_t cuts = std::min(last - first, pieces), groups = std::min<int64_t>(heads, (pieces + cuts - 1) / cuts);
     for (int64_t g = 0; g < groups; g++) {
       const int h0 = static_cast<int>(heads * g / groups), h1 = static_cast<int>(heads * (g + 1) / groups);
-      const int split = cuts > 1 ? static_cast<int>(work.splits.size()) : -1;
+      const int split = cuts > 1 ? static_cast<int>(splits_.size()) : -1;
       for (int64_t p = 0; p < cuts; p++) {
         const int64_t a = first + (last - first) * p / cuts, b = first + (last - first) * (p + 1) / cuts;
-        items.push_back({{&c, h0, h1, a, b}, 0, 1, split, turn, keys * (h1 - h0) / cuts});
+        items.push_back({{&c, h0, h1, a, b}, 0, 1, split, keys * (h1 - h0) / cuts});
       }
       if (cuts == 1) continue;
-      work.splits.push_back({partial, static_cast<int>(cuts), &work.pieces_left[work.splits.size()]});
-      work.splits.back().left->store(static_cast<int>(cuts), std::memory_order_relaxed);
+      splits_.push_back({partial, static_cast<int>(cuts), &pieces_left_[splits_.size()]});
+      splits_.back().left->store(static_cast<int>(cuts), std::memory_order_relaxed);
       partial += (h1 - h0) * last * (limits_.q_heads / heads) * (4 + limits_.head_dim);
     }
   }
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-  std::vector<int64_t> load(work.items.size(), 0);
+  std::vector<int64_t> load(items_.size(), 0);
   for (const Item& item : items) {
     const size_t least = static_cast<size_t>(std::min_element(load.begin(), load.end()) - load.begin());
     load[least] += item.cost;
-    work.items[least].push_back(item);
+    items_[least].push_back(item);
   }
 }
 
@@ -195,7 +180,7 @@ void Program::run(int thread) {
   }
   for (const auto& [first, last] : runs_) {
     const int64_t rows = rows_of(ops_[first]), own = (rows + limits_.threads - 1) / limits_.threads;
-    if (ops_[first].kind != Kind::attention && ops_[first].kind != Kind::select && own >= kOwnRows) {
+    if (ops_[first].kind != Kind::attention && own >= kOwnRows) {
       const int64_t blocks = (own + kRowBlock - 1) / kRowBlock;
       end_stage(thread, share(thread, rows, (own + blocks - 1) / blocks, [&](int64_t begin, int64_t end) {
                   for (size_t i = first; i < last; i++) timed(ops_[i].seconds, thread, [&] { run_rows(ops_[i], thread, begin, end); });
@@ -242,15 +227,6 @@ Program::Stage Program::run_op(const Op& op, int thread) {
       const int64_t grain = num_rows_ <= kSmall ? 4 : 2 * heads;
       return share(thread, num_rows_ * heads, grain, [&](int64_t begin, int64_t end) { run_rope(op, begin, end); });
     }
-    case Kind::select: {
-      if (num_selected_ == num_rows_) return {};
-      const Buffer& x = buffers_[static_cast<size_t>(op.x)];
-      return share(thread, 1, 1, [&](int64_t, int64_t) {  // in place: a row only moves down, and in order
-        for (int64_t r = 0; r < num_selected_; r++)
-          std::memmove(x.data + r * x.columns, x.data + selected_[static_cast<size_t>(r)] * x.columns,
-                       static_cast<size_t>(x.columns) * sizeof(float));
-      });
-    }
     case Kind::attention:
       return run_attention(op, thread);
   }
@@ -272,7 +248,10 @@ void Program::run_rows(const Op& op, int thread, int64_t begin, int64_t end) {
       const Buffer& x = buffers_[static_cast<size_t>(op.x)];
       const Activations act = view(op.act, rows_of(op), thread);
       if (op.kind == Kind::quantize) return k.quantize(x.data, x.columns, op.k, begin, end, act);
-      return k.rms_norm(x.data, x.columns, op.k, op.weight, op.eps, begin, end, act);
+      if (!op.selected || num_selected_ == num_rows_) return k.rms_norm(x.data, x.columns, op.k, op.weight, op.eps, begin, end, act);
+      for (int64_t r = begin; r < end; r++)  // gather: row r of the result is row selected_[r] of x
+        k.rms_norm(x.data + (selected_[static_cast<size_t>(r)] - r) * x.columns, x.columns, op.k, op.weight, op.eps, r, r + 1, act);
+      break;
     }
     case Kind::linear: {
       const Linear a = layer(op, thread, begin, end);
@@ -284,7 +263,6 @@ void Program::run_rows(const Op& op, int thread, int64_t begin, int64_t end) {
       run_rope(op, begin * heads, end * heads);
       break;
     }
-    case Kind::select:
     case Kind::attention:
       break;
   }
@@ -332,22 +310,21 @@ void Program::run_rope(const Op& op, int64_t begin, int64_t end) {
 }
 
 Program::Stage Program::run_attention(const Op& op, int thread) {
-  const AttentionWork& work = work_of(op);
   Stage stage;
-  for (const auto& items : work.items) stage.units += static_cast<int64_t>(items.size());
+  for (const auto& items : items_) stage.units += static_cast<int64_t>(items.size());
   if (over(thread)) return stage;
   for (int i = 0; i < limits_.threads; i++) {
     const int owner = (thread + i) % limits_.threads;
-    const std::vector<Item>& items = work.items[static_cast<size_t>(owner)];
+    const std::vector<Item>& items = items_[static_cast<size_t>(owner)];
     const int64_t count = static_cast<int64_t>(items.size());
     for (int64_t at; (at = claim(thread, owner, count, 1)) >= 0; stage.done++)
-      attend(op, work, items[static_cast<size_t>(at)], at + 1 < count ? &items[static_cast<size_t>(at) + 1] : nullptr, thread);
+      attend(op, items[static_cast<size_t>(at)], at + 1 < count ? &items[static_cast<size_t>(at) + 1] : nullptr, thread);
   }
   return stage;
 }
 
 // `next`: what this thread will probably take after it.
-void Program::attend(const Op& op, const AttentionWork& work, const Item& item, const Item* next, int thread) {
+void Program::attend(const Op& op, const Item& item, const Item* next, int thread) {
   const Kernels& k = kernels();
   const Buffer& out = buffers_[static_cast<size_t>(op.out)];
   Attention a{q_.as<bf16>(), limits_.q_heads, limits_.score_scale, limits_.window, kv(op.layer), out.data, out.columns};
@@ -355,10 +332,9 @@ void Program::attend(const Op& op, const AttentionWork& work, const Item& item, 
   uint8_t* scratch = scratch_->as<uint8_t>() + scratch_bytes_ * static_cast<size_t>(thread);
   const AttentionChunk& chunk = *item.range.chunk;
   if (!is_decode(chunk)) return k.attention(a, chunk, item.range.kv_begin, item.q_begin, item.q_end, scratch);
-  const RopeKv* turn = item.turn ? &op.rope : nullptr;
-  if (item.split < 0) return k.attention_one(a, turn, item.range, nullptr, scratch);
-  const Split& split = work.splits[static_cast<size_t>(item.split)];
-  k.attention_one(a, turn, item.range, split.partial, scratch);
+  if (item.split < 0) return k.attention_one(a, &op.rope, item.range, nullptr, scratch);
+  const Split& split = splits_[static_cast<size_t>(item.split)];
+  k.attention_one(a, &op.rope, item.range, split.partial, scratch);
   if (split.left->fetch_sub(1, std::memory_order_acq_rel) == 1) {
     split.left->store(split.pieces, std::memory_order_relaxed);  // for the next layer
     k.attention_merge(a, item.range, split.partial);

@@ -77,7 +77,8 @@ void Pool::work(int thread) {
     seen = now;
     if (stop_) return;
     // Counted first, then asked: either the caller sees this worker inside and waits for it, or this worker sees that the run is over. The run it
-    // enters may be a later one than `now`, which it then does not enter twice: `seen` is read again while it is inside, when no new one can begin.
+    // enters may be a later one than `now`, hence `seen` anew. In the moment between open_ and epoch_ it can still enter one twice: the second time
+    // everything is done already.
     inside_.fetch_add(1, std::memory_order_seq_cst);
     if (open_.load(std::memory_order_seq_cst)) {
       seen = epoch_.load(std::memory_order_acquire);

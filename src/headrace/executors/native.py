@@ -170,7 +170,6 @@ class _Lowering:
                     self.program.embed(FORMATS[w.format], w.address, w.n, w.k, 1.0, self.x)
                 case decoder.Select():
                     selected = True
-                    self.program.select(self.x)
                 case decoder.RmsNorm():
                     self.program.rms_norm(self.x, self._floats(op.weight), op.eps, self.model.config.hidden_size, self.hidden, selected)
                 case decoder.Linear(out="q" | "k" | "v"):
@@ -186,18 +185,18 @@ class _Lowering:
                     columns = (self.offsets[name] for name in ("q", "k", "v"))
                     eps, table = self.model.config.norm_eps, self.table.ctypes.data
                     self.program.rope_kv(self.qkv, *columns, norms["q"], norms["k"], eps, table, rotary, op.layer)
-                    self.program.attention(self.attended, op.layer, selected)
+                    self.program.attention(self.attended, op.layer)
                     norms, rotary = {"q": 0, "k": 0}, 0
                 case decoder.Linear(x="a"):
-                    self.program.quantize(self.attended, self.model.config.num_heads * self.model.config.head_dim, self.context, selected)
-                    self._linear("o", op.weight, self.context, self.x, ADD, selected)
+                    self.program.quantize(self.attended, self.model.config.num_heads * self.model.config.head_dim, self.context)
+                    self._linear("o", op.weight, self.context, self.x, ADD)
                 case decoder.SiluMul():
                     name = cast(decoder.Linear, ops[i - 2]).weight.removesuffix("gate") + "gate_up"
-                    self._linear("gate_up", name, self.hidden, self.inner, SILU_MUL, selected)
+                    self._linear("gate_up", name, self.hidden, self.inner, SILU_MUL)
                 case decoder.Linear(x="g"):
-                    self._linear("down", op.weight, self.inner, self.x, ADD, selected)
+                    self._linear("down", op.weight, self.inner, self.x, ADD)
                 case decoder.Linear(out="logits"):
-                    self._linear("head", op.weight, self.hidden, self.logits, STORE, selected)
+                    self._linear("head", op.weight, self.hidden, self.logits, STORE, selected=True)
         self.program.finish(self.logits)
 
     def _qkv(self, parts: list[decoder.Linear]) -> None:
@@ -228,7 +227,7 @@ class _Lowering:
         self.biases.append(joined)
         return joined
 
-    def _linear(self, name: str, weight: str, act: int, out: int, epilogue: int, selected: bool) -> None:
+    def _linear(self, name: str, weight: str, act: int, out: int, epilogue: int, selected: bool = False) -> None:
         w: Packed = self.model.weights[weight]
         self.program.linear(name, FORMATS[w.format], w.address, w.n, w.k, act, out, 0, epilogue, 0, selected)
 
