@@ -5,17 +5,38 @@ from __future__ import annotations
 import json
 import random
 from array import array
+from collections.abc import Collection
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.cli.recording import CommandLine, Line, Recorder, StepLine, read, replay, run_replay
 from headrace.config import EngineConfig
 from headrace.engine.loop import Engine
+from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import UsageError
 from headrace.executors.simulated import SimulatedExecutor, StepCost, VirtualClock
 from headrace.request import Abort, SamplingParams, Submit
+
+
+class FreeGrammars:
+    """Every grammar is ready at once and allows everything."""
+
+    def compile(self, grammar: str) -> Future[Any]:
+        ready: Future[Any] = Future()
+        ready.set_result(grammar)
+        return ready
+
+    def begin(self, plan: Plan) -> None: ...
+
+    def masks(self) -> dict[int, bytes]:
+        return {}
+
+    def accept(self, plan: Plan, tokens: list[int]) -> Collection[int]:
+        return ()
 
 
 def record(path: Path, seed: int, policy: str = "shortest") -> int:
@@ -26,11 +47,17 @@ def record(path: Path, seed: int, policy: str = "shortest") -> int:
         context_length=400, num_blocks=14, max_batch_size=5, max_batch_tokens=96, step_target_s=0.01, policy=policy, max_waiting=9
     )  # type: ignore[arg-type]
     recorder = Recorder(str(path), config, [7], clock)
-    engine = Engine(Scheduler(config, recorder.clock, [7]), SimulatedExecutor(clock, 14, StepCost(), vocab_size=60), record=recorder)
+    executor = SimulatedExecutor(clock, 14, StepCost(), vocab_size=60)
+    engine = Engine(Scheduler(config, recorder.clock, [7]), executor, FreeGrammars(), recorder)
     shared = [rng.randrange(60) for _ in range(150)]
     for i in range(40):
         prompt = shared[: rng.randint(1, 150)] + [rng.randrange(60) for _ in range(rng.randint(0, 60))]
-        params = SamplingParams(max_tokens=rng.randint(1, 190), logprobs=rng.choice([-1, -1, 2]), ignore_eos=rng.random() < 0.9)
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 190),
+            logprobs=rng.choice([-1, -1, 2]),
+            ignore_eos=rng.random() < 0.9,
+            grammar=rng.choice(["", "", "a grammar"]),
+        )
         samples = rng.choice([1, 1, 1, 3])
         engine.apply(Submit(i, array("i", prompt).tobytes(), params, i, clock(), samples, tenant=f"t{i % 3}", priority=i % 2))
         for _ in range(rng.randint(0, 20)):

@@ -38,7 +38,7 @@ class Header(msgspec.Struct, frozen=True, tag="engine"):
 
 
 class CommandLine(msgspec.Struct, frozen=True, tag="command"):
-    """A command, before it was applied."""
+    """A command, before the scheduler had it: of a request with a grammar that is when the grammar was compiled."""
 
     clock: list[float]  # readings since the line before
     command: Submit | Abort
@@ -173,7 +173,7 @@ def replay(lines: list[Line], progress: Callable[[int], None] = lambda line: Non
             progress(number)
             if isinstance(line, CommandLine):
                 commands += 1
-                engine.apply(line.command)
+                engine.admit(line.command)
             else:
                 replayed.plan, replayed.tokens = None, line.tokens
                 engine.step()

@@ -68,9 +68,10 @@ class Engine:
             return None
         if isinstance(command, Abort) and self._compiling.drop(command):
             return None
-        return self._apply(command)
+        return self.admit(command)
 
-    def _apply(self, command: Command) -> StepEvents | None:
+    def admit(self, command: Command) -> StepEvents | None:
+        """Give a command to the scheduler; a request's grammar is compiled by now."""
         if self._record is not None:
             self._record(command)
         if not isinstance(command, Submit):
@@ -86,7 +87,7 @@ class Engine:
         while events is None and (taken := self._compiling.take(wait_for_one=self.scheduler.is_idle)) is not None:
             submit, error = taken
             if error is None:
-                events = self._apply(submit)
+                events = self.admit(submit)
             elif isinstance(error, RequestError):
                 events = _refusal(submit, error)
             else:
