@@ -12,11 +12,12 @@ from headrace.server.formats import encode, error_body
 from headrace.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
+    Basic,
     ChatRequest,
     ContentPart,
     Message,
     Short,
-    Unit,
+    basic,
     decode_request,
     with_other_fields,
 )
@@ -46,46 +47,27 @@ class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     content: str | Annotated[list[TextBlock], Meta(max_length=MAX_MESSAGES)]
 
 
+Messages = Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a prompt is made of: all that /v1/messages/count_tokens takes."""
 
     model: Short | None = None
-    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     system: str | list[TextBlock] | None = None
 
 
-class MessagesRequest(CountRequest, kw_only=True):
+class MessagesRequest(Basic, kw_only=True):
     """Sampling beyond the API's own is named and bounded as in a chat."""
 
+    messages: Messages
+    system: str | list[TextBlock] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Unit | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    ignore_eos: bool | None = None
     service_tier: Literal["auto", "standard_only", "flex", "batch"] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Short | None = None
-    deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None
 
 
-SAME = (
-    "model",
-    "max_tokens",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "ignore_eos",
-    "priority",
-    "cache_salt",
-    "deadline_ms",
-)
 _decoder = msgspec.json.Decoder(with_other_fields(MessagesRequest, REFUSED))
 _count_decoder = msgspec.json.Decoder(with_other_fields(CountRequest, REFUSED))
 
@@ -94,8 +76,7 @@ def parse_messages(body: bytes) -> ChatRequest:
     """The chat that is asked for. Raises InvalidRequest or UnsupportedParameter."""
     asked: Any = decode_request(_decoder, body, REFUSED)
     tier = None if asked.service_tier == "standard_only" else asked.service_tier
-    same = {name: getattr(asked, name) for name in SAME}
-    return ChatRequest(messages=_chat(asked), stop=asked.stop_sequences, service_tier=tier, **same)
+    return ChatRequest(messages=_chat(asked), max_tokens=asked.max_tokens, stop=asked.stop_sequences, service_tier=tier, **basic(asked))
 
 
 def parse_count(body: bytes) -> tuple[str | None, list[Message]]:
@@ -104,7 +85,7 @@ def parse_count(body: bytes) -> tuple[str | None, list[Message]]:
     return asked.model, _chat(asked)
 
 
-def _chat(asked: CountRequest) -> list[Message]:
+def _chat(asked: CountRequest | MessagesRequest) -> list[Message]:
     system = [] if asked.system is None else [Message(role="system", content=_parts("system", asked.system))]
     return system + [Message(role=it.role, content=_parts(f"messages[{i}].content", it.content)) for i, it in enumerate(asked.messages)]
 

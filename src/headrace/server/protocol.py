@@ -68,34 +68,44 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # padding of OpenAI's own streams; none is sent
 
 
-class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields both endpoints honour."""
+class Basic(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every endpoint that generates honours under the same name and within the same bounds."""
 
     model: Short | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Unit | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Unit | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Short | None = None
+    deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None  # from when the request arrived
+
+
+def basic(asked: Basic) -> dict[str, Any]:
+    """The fields of `asked` that another endpoint's request takes as they are."""
+    return {name: getattr(asked, name) for name in Basic.__struct_fields__}
+
+
+class Common(Basic, kw_only=True):
+    """The fields that chat and completions honour."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Count | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Short | None = None
     service_tier: Literal["auto", "default", "flex", "batch"] | None = None  # flex and batch fill what others leave idle
     cache_prompt: bool | None = None
-    deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None  # from when the request arrived
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     response_format: structured.ResponseFormat | None = None
     structured_outputs: structured.StructuredOutputs | None = None

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from headrace.errors import InvalidRequest, RequestError, UnsupportedParameter
 from headrace.server.formats import encode
-from headrace.server.protocol import MAX_MESSAGES, ChatRequest, ContentPart, Message, Short, Unit, decode_request, with_other_fields
+from headrace.server.protocol import MAX_MESSAGES, Basic, ChatRequest, ContentPart, Message, Short, basic, decode_request, with_other_fields
 from headrace.server.single import TextFormat, named_event
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -47,31 +47,16 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # padding of OpenAI's own streams; none is sent
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(Basic, kw_only=True):
     """Sampling beyond OpenAI's own is named and bounded as in a chat."""
 
-    model: Short | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Unit | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    ignore_eos: bool | None = None
     service_tier: Literal["auto", "default", "flex", "batch"] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Short | None = None
-    deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None
 
 
-SAME = (
-    "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "service_tier", "priority", "cache_salt",
-    "deadline_ms",
-)  # fmt: skip
 _decoder = msgspec.json.Decoder(with_other_fields(ResponsesRequest, REFUSED))
 
 
@@ -81,7 +66,7 @@ def parse_response(body: bytes) -> tuple[ChatRequest, dict[str, Any]]:
     messages = [] if asked.instructions is None else [Message(role="system", content=asked.instructions)]
     items = [InputItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
     messages += [Message(role=item.role, content=_text(i, item.content)) for i, item in enumerate(items)]
-    chat = ChatRequest(messages=messages, max_tokens=asked.max_output_tokens, **{name: getattr(asked, name) for name in SAME})
+    chat = ChatRequest(messages=messages, max_tokens=asked.max_output_tokens, service_tier=asked.service_tier, **basic(asked))
     metadata = asked.metadata if isinstance(asked.metadata, dict) else {}
     echo = {
         "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "metadata": metadata,
