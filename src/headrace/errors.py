@@ -11,9 +11,10 @@ HeadraceError
     ├── ContextLengthExceeded      400 context_length_exceeded, with both numbers
     ├── ModelNotFound              404 model_not_found
     ├── DeadlineExceeded           408 deadline_exceeded: the request's own deadline_ms
-    ├── QueueFull                  429 rate_limit_exceeded
-    ├── QueueTimeExceeded          429 queue_time_exceeded: it would wait longer than it may
-    ├── RateLimited                429 rate_limit_exceeded: a key's own limits
+    ├── TooManyRequests            429 rate_limit_exceeded
+    │   ├── QueueFull                  ... for all
+    │   ├── QueueTimeExceeded          ... queue_time_exceeded: it would wait longer than it may
+    │   └── RateLimited                ... for one key: its own limits
     ├── Unavailable                503 unavailable: loading, draining, engine down
     └── EngineFailed               500 engine_error
 """
@@ -85,22 +86,22 @@ class DeadlineExceeded(RequestError):
     code = "deadline_exceeded"
 
 
-class QueueFull(RequestError):
+class TooManyRequests(RequestError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
 
 
-class QueueTimeExceeded(RequestError):
-    status = 429
-    type = "rate_limit_error"
+class QueueFull(TooManyRequests):
+    pass
+
+
+class QueueTimeExceeded(TooManyRequests):
     code = "queue_time_exceeded"
 
 
-class RateLimited(RequestError):
-    status = 429
-    type = "rate_limit_error"
-    code = "rate_limit_exceeded"
+class RateLimited(TooManyRequests):
+    pass
 
 
 class Unavailable(RequestError):
