@@ -33,10 +33,6 @@ class ScriptedExecutor:
         return [self._tokens.pop(0) if len(self._tokens) > 1 else self._tokens[0] for _ in range(count)], []
 
 
-settings.register_profile("headrace", deadline=None)  # a machine that pauses is no failure: time is for benchmarks
-settings.load_profile("headrace")
-
-
 @pytest.fixture
 def clock() -> VirtualClock:
     return VirtualClock(1.0)

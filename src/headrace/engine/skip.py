@@ -5,13 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from headrace.engine.samples import Sample
 from headrace.engine.scheduler import Scheduler
-
-
-def running_samples(scheduler: Scheduler) -> list[Sample]:
-    """Those with a row, in policy order. To be read only."""
-    return scheduler._rows.running
 
 
 def skip_steps(scheduler: Scheduler, rows: int, seconds: Sequence[float], ended: float, token: int = 0) -> None:
@@ -21,11 +15,11 @@ def skip_steps(scheduler: Scheduler, rows: int, seconds: Sequence[float], ended:
     `steps_until_event` allows.
     """
     count = len(seconds)
-    if count > scheduler.steps_until_event() or rows != len(scheduler._rows.running):
+    if count > scheduler.steps_until_event() or rows != len(scheduler.running):
         raise RuntimeError(f"[skip_steps] {count} steps of {rows} rows: something happens in them")
     tokens = array("i", (token,)) * count
     size, queues = scheduler.pool.block_tokens, scheduler._queues
-    for sample in scheduler._rows.running:
+    for sample in scheduler.running:
         start = sample.num_computed
         stop = sample.num_computed = start + count
         sample.tokens.extend(tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import yaml
 
-from headrace.errors import ModelError, UsageError
+from headrace.errors import UsageError
 from headrace.models import gguf_config
 from headrace.models.gguf import GGUFFile
 from headrace.models.hub import HUB_ID, hub_file
+from headrace.models.safetensors import read_json
 from headrace.plan.architectures import shape_of
 from headrace.plan.shape import Shape
 
@@ -95,13 +95,7 @@ def load_shape(reference: str) -> Shape:
 
 
 def _from_config(path: Path, name: str) -> Shape:
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(path, "", f"expected a JSON object: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(path, "", f"expected a JSON object, got {type(config).__name__}")
-    return shape_of(config, name, str(path))
+    return shape_of(read_json(path), name, str(path))
 
 
 def _from_gguf(path: Path) -> Shape:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from headrace.config import BLOCK_TOKENS, EngineConfig
 from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.skip import running_samples, skip_steps
+from headrace.engine.skip import skip_steps
 from headrace.errors import RequestError
 from headrace.executors.simulated import VirtualClock
 from headrace.plan.cost import CostModel
@@ -155,7 +155,7 @@ class Replica:
         most = min(scheduler.steps_until_event(), MAX_SKIP)
         if most < 2:
             return False
-        samples = running_samples(scheduler)
+        samples = scheduler.running
         rows, now = len(samples), self.clock.now
         running = [records[sample.request_id] for sample in samples]
         weights, overhead = cost.weights_s(rows, rows), cost.overhead_s(rows, rows)
