@@ -1,12 +1,14 @@
 // CPU and operating-system detection and the one table. Best level first; the first one supported wins, unless HEADRACE_ISA names another.
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
 
 #include "kernels.h"
 
-#define HEADRACE_LEVELS(X) X(avx512bf16) X(avx512vnni) X(avx2) X(scalar)
+#define HEADRACE_LEVELS(X) X(amx) X(avx512bf16) X(avx512vnni) X(avx2) X(scalar)
 
 namespace headrace {
 #define HEADRACE_DECLARE(name, result, parameters) result name parameters;
@@ -20,8 +22,14 @@ HEADRACE_LEVELS(HEADRACE_LEVEL)
 
 namespace {
 
+// Linux gives a process the 8 KiB of tile registers only if asked, before its threads start.
+bool allow_tiles() {
+  constexpr long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, request, tile_data) == 0;
+}
+
 struct Cpu {
-  bool avx2 = false, avx512vnni = false, avx512bf16 = false;
+  bool avx2 = false, avx512vnni = false, avx512bf16 = false, amx = false;
 
   Cpu() {
     unsigned a, b, c, d;
@@ -34,9 +42,11 @@ struct Cpu {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
     avx2 = ymm && fma && f16c && (b & (1u << 5));
     const bool f = b & (1u << 16), dq = b & (1u << 17), bw = b & (1u << 30), vl = b & (1u << 31), vnni = c & (1u << 11), vbmi = c & (1u << 1);
+    const bool tiles = (lo & 0x60000) == 0x60000 && (d & (1u << 24)) && (d & (1u << 25));  // the unit, and int8 on it
     avx512vnni = avx2 && zmm && f && dq && bw && vl && vnni;
     unsigned a1, b1, c1, d1;
     if (avx512vnni && __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) avx512bf16 = (a1 & (1u << 5)) && vbmi;
+    amx = avx512vnni && tiles && allow_tiles();
   }
 };
 
@@ -48,6 +58,9 @@ struct Level {
 
 #define HEADRACE_ENTRY(name, result, parameters) LEVEL::name,
 const Level kLevels[] = {
+#define LEVEL amx
+    {"amx", [](const Cpu& cpu) { return cpu.amx; }, {HEADRACE_KERNELS(HEADRACE_ENTRY)}},
+#undef LEVEL
 #define LEVEL avx512bf16
     {"avx512bf16", [](const Cpu& cpu) { return cpu.avx512bf16; }, {HEADRACE_KERNELS(HEADRACE_ENTRY)}},
 #undef LEVEL

@@ -277,22 +277,6 @@ const Tile* heights() {
   return table;
 }
 
-// A tile's place in the output is far from the last one's: ask for it before it is needed, else the stores wait on one another. 2 % at K = 2048.
-inline void want_to_write(const void* p) { __asm__ volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
-inline void want_tile(const Linear& a, int64_t row, int rows, int64_t panel) {
-  for (int r = 0; r < 2 * rows; r++) want_to_write(a.out + (row + r / 2) * a.ld_out + panel * kPanel + r % 2 * 16);
-}
-inline void want_pair(const Activations& act, int64_t row, int rows, int64_t pair) {
-  if (!act.q) return;
-  for (int r = 0; r < rows; r++) {
-    const int64_t at = (row + r) * act.ldg + pair;
-    want_to_write(act.q + (row + r) * act.ldq + pair * kGroup);
-    want_to_write(act.scale + at);
-    want_to_write(act.corr + at);
-    want_to_write(act.sum + at);
-  }
-}
-
 // Over each panel (or pair) the tiles of rows, near-equal in height; each tile asks for its share of the panel that follows, which after the last one
 // is a.next. One row computes so little that the hardware's own prefetching keeps up, and is better left alone (31 -> 28 GB/s). Over cold weights of
 // K = 576 and 2048: 8 rows 1.6 times as fast, 16 rows 1.4, 32 rows 1.1.

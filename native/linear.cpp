@@ -62,11 +62,20 @@ void finish_columns(bool add, float* out, const float* bias, const float* y, int
   }
 }
 
+#if HEADRACE_AMX
+// Fewer rows leave too much of a tile empty. Bytes need no unpacking elsewhere, so they gain less and later.
+inline bool tiles_pay(const Linear& a) { return a.rows >= (a.format == Format::q8_0 ? 128 : 24); }
+#endif
+
 }  // namespace
 
 void linear(const Linear& a, int64_t begin, int64_t end) {
   if (a.format == Format::bf16) {
     linear_bf16(a, begin, end);
+#if HEADRACE_AMX
+  } else if (tiles_pay(a)) {
+    linear_amx(a, begin, end);
+#endif
   } else {
     linear_int(a, begin, end);
   }

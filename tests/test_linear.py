@@ -15,7 +15,7 @@ from headrace import _native
 
 LEVELS = _native.levels()
 STORE, ADD, SILU_MUL = 0, 1, 2
-ROWS = [*range(1, 14), 16, 33, 64]
+ROWS = [*range(1, 14), 16, 24, 33, 64, 130]
 SENTINEL = 0x5A
 
 

@@ -30,7 +30,7 @@ def test_logits_have_the_bits_of_this_version(level: str) -> None:
 def test_levels_that_must_agree_do() -> None:
     """Everything but VDPBF16PS is the same at every level, so the levels without it agree to the bit."""
     levels = json.loads(golden_runs.HASHES.read_text())["levels"]
-    assert levels["scalar"] == levels["avx2"] == levels["avx512vnni"]
+    assert levels["scalar"] == levels["avx2"] == levels["avx512vnni"] == levels["amx"]
     assert levels["avx512bf16"] != levels["scalar"]
 
 
