@@ -44,7 +44,10 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "server": (VOCABULARY | {"server", "text", "threads"}, {"starlette", "uvicorn", "msgspec", "prometheus_client", "numpy"}),
     "server.tracing": ({"errors", "server.report"}, {"opentelemetry"}),
     "server.worker": (VOCABULARY | {"engine", "executors", "models", "server", "text"}, {"msgspec", "numpy", "uvloop"}),
-    "bench": ({"errors", "bench"}, {"aiohttp", "rich"}),
+    # The load test talks HTTP only: of the rest it knows the forms of traces.
+    "bench": ({"errors", "bench", "plan.traffic"}, {"httptools", "msgspec"}),
+    "bench.report": ({"errors", "bench"}, {"rich"}),
+    "bench.page": ({"errors", "bench"}, {"plotly"}),
     # Sizing drives the server's own policy, and reads files of models, never their weights.
     "plan": (VOCABULARY | {"plan", "engine", "executors.simulated", "models", "machine"}, {"yaml"}),
     "plan.page": ({"errors", "plan"}, {"plotly"}),

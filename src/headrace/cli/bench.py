@@ -1,4 +1,4 @@
-"""`headrace bench step`: where a step's time goes, per operation, beside what this machine allows in the same minute."""
+"""`headrace bench`: `load` (cli/load.py), and `step`: where its time goes, per operation, beside what the machine allows in that minute."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from headrace.cli.load import load
 from headrace.config import EngineConfig, Level
 
 if TYPE_CHECKING:
     from headrace.executors.profile import Measured
 
 app = typer.Typer(help="Measure the kernels and the server.", no_args_is_help=True, rich_markup_mode=None)
+app.command()(load)
 
 
 @app.command()
