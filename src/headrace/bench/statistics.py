@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 QUANTILES = (0.5, 0.95, 0.99)
 TAIL = 0.025  # probability beyond each end of an interval: together they are 95 % intervals
+PRECISE = 0.005  # standard error of a mean over the mean that is good enough
 Z = 1.959963984540054  # of the normal distribution, for TAIL
 Interval = tuple[float, float]
 
@@ -58,8 +59,12 @@ def pooled_interval(groups: Sequence[Sequence[float]], ordered: Sequence[float],
     if count < needed(q) or len(groups) < needed(0.5):
         return None
     value = quantile(ordered, q)
-    share = bisect_right(ordered, value) / count
-    spread = sum((sum(x <= value for x in group) - share * len(group)) ** 2 for group in groups)
+    # Where many values are equal the share jumps: the side with the greater variance counts.
+    up_to, under = bisect_right(ordered, value) / count, bisect_left(ordered, value) / count
+    spread = max(
+        sum((sum(x <= value for x in group) - up_to * len(group)) ** 2 for group in groups),
+        sum((sum(x < value for x in group) - under * len(group)) ** 2 for group in groups),
+    )
     error = Z * math.sqrt(spread * len(groups) / (len(groups) - 1)) / count
     if q + error >= 1:
         return None
@@ -70,18 +75,21 @@ def settled(series: Sequence[float]) -> int | None:
     """The index from which on a series is steady: what makes the mean of the rest best known (MSER). None if it never settles.
 
     White's rule: of all beginnings that could be cut, the one that makes the variance over the square of the count smallest. A minimum in
-    the second half says that the series still changes there.
+    the second half says that the series still changes there. Nothing is cut to know the mean better than to `PRECISE`.
     """
     count = len(series)
     total = squares = 0.0
-    best, cut = math.inf, 0
+    scores = [math.inf] * count
+    enough = [0.0] * count
     for start in range(count - 1, -1, -1):
         total += series[start]
         squares += series[start] ** 2
         left = count - start
-        if left < 5:  # a handful of values alike by chance
-            continue
-        score = max(0.0, squares - total * total / left) / left**2
-        if score <= best:
-            best, cut = score, start
-    return cut if cut <= count // 2 else None
+        if left >= 5:  # a handful of values can be alike by chance
+            scores[start] = max(0.0, squares - total * total / left) / left**2
+            enough[start] = (PRECISE * total / left) ** 2
+    best = min(scores, default=math.inf)
+    for start in range(count // 2 + 1):
+        if start < count and scores[start] <= max(best, enough[start]):
+            return start
+    return None
