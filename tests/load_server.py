@@ -68,6 +68,8 @@ class Server:
         self.url = ""
         self._script = script
         self._ssl = ssl
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: list[Any] = []
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0, ssl=self._ssl)
@@ -75,11 +77,19 @@ class Server:
         self.url = f"{scheme}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
+        """Break what is open, and let its tasks end: a loop that is closed before them says so."""
         self._server.close()
+        for writer in self._writers:
+            writer.close()
+            writer.transport.abort()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
+        await asyncio.sleep(0.01)  # TLS says goodbye a little later
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self._writers.append(writer)
+        self._tasks.append(asyncio.current_task())
         try:
             while await self._exchange(reader, writer):
                 pass
@@ -99,7 +109,9 @@ class Server:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
             return True
         exchange = Exchange(path, headers, json.loads(raw), time.perf_counter())
-        if exchange.body.get("max_tokens") == 1:  # a probe: a word is a token, and the template has five
+        if path != "/v1/chat/completions":
+            reply = Reply([(0.0, b'{"error": {"code": "not_found"}}')], status=404)
+        elif exchange.body.get("max_tokens") == 1:  # a probe: a word is a token, and the template has five
             reply = answer("a", gap=0.0, prompt=5 + len(exchange.body["messages"][-1]["content"].split()))
         else:
             self.log.append(exchange)
@@ -147,13 +159,5 @@ def apart(script: Callable[[int, Any], Reply]) -> Iterator[Server]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        loop.run_until_complete(_end(server))
+        loop.run_until_complete(server.stop())
         loop.close()
-
-
-async def _end(server: Server) -> None:
-    await server.stop()
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

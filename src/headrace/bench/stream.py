@@ -53,7 +53,7 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     timings: _Timings | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -104,7 +104,7 @@ class Answer:
         except msgspec.DecodeError:
             record.error = record.error or "a chunk that is no chunk of the protocol"
             return
-        if chunk.error is not None and bytes(chunk.error) != b"null":
+        if bytes(chunk.error) != b"null":
             record.error = record.error or "error in the stream" + reason_of(bytes(chunk.error))
             return
         usage = chunk.usage
