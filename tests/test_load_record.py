@@ -324,7 +324,7 @@ def a_plan() -> dict[str, Any]:
     figures = {"p50": 100.0, "p90": 100.0, "p95": 110.0, "p99": 120.0, "mean": 100.0, "max": 200.0}
     predicted = dict.fromkeys(("queue_ms", "ttft_ms", "itl_ms", "tpot_ms", "total_ms"), figures) | {"output_tokens_s": 110.0}
     traffic = {"rate": 10.0, "prompt_mean": 7.0, "answer_mean": 20.0}
-    return {"version": 1, "model": {"name": "m"}, "traffic": traffic, "answer": {"device": "d", "predicted": predicted}}
+    return {"version": 1, "model": {"name": "m"}, "traffic": traffic, "answer": {"device": "d", "devices": 2, "predicted": predicted}}
 
 
 def test_predicted_beside_measured(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,7 +336,8 @@ def test_predicted_beside_measured(tmp_path: Any, capsys: pytest.CaptureFixture[
     assert by_name["ttft p50"] == {"what": "ttft p50", "predicted": 100.0, "measured": pytest.approx(80.0), "error": pytest.approx(0.25)}
     assert by_name["ttft p99"]["error"] is None  # too few
     assert math.isclose(by_name["output tokens/s"]["measured"], summed["throughput"]["output_tokens_s"])
-    assert len(found["notes"]) == 1
+    assert len(found["notes"]) == 2
+    assert "all 2 devices" in found["notes"][1]
     assert "20 tokens an answer were planned, 10 measured" in found["notes"][0]
     show(ABOUT | summed | {"plan": found})
     assert "+25%" in capsys.readouterr().out

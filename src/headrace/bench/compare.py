@@ -31,6 +31,7 @@ def read_plan(path: Path) -> dict[str, Any]:
                 float(plan["answer"]["predicted"][name][q])
         float(plan["answer"]["predicted"]["output_tokens_s"])
         float(plan["traffic"]["rate"])
+        int(plan["answer"]["devices"])
     except (KeyError, TypeError, ValueError):
         raise UsageError(f"--plan {path}: expected what `headrace plan --output` writes, with its predictions") from None
     return plan
@@ -49,6 +50,8 @@ def beside(plan: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
     ):
         if abs(offered - planned) > ALIKE * planned:
             notes.append(f"not the same load: {planned:.3g} {what} were planned, {offered:.3g} measured")
+    if plan["answer"]["devices"] > 1:
+        notes.append(f"the plan is for all {plan['answer']['devices']} devices together, not for one of them")
     return {"model": plan["model"]["name"], "device": plan["answer"]["device"], "rows": rows, "notes": notes}
 
 

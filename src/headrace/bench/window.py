@@ -62,7 +62,7 @@ def find(records: Sequence[Record], *, is_level: bool, warmup_s: float | None = 
     for record in records:
         for time, count in zip(record.times, record.counts, strict=True):
             if time < last:
-                tokens[int(time / width)] += count
+                tokens[min(bins - 1, int(time / width))] += count
     cuts = [settled(in_flight(records, 0.0, width, bins)), settled(tokens)]
     known = [cut for cut in cuts if cut is not None]
     if len(known) < len(cuts):
