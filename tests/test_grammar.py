@@ -139,7 +139,7 @@ def test_grammars_that_are_kept_are_bounded() -> None:
         made.append(source)
         return COMPILER(source)
 
-    rows = GrammarRows(compile_grammar)
+    rows = GrammarRows(compile_grammar, 257)
     sources = [grammar.choice_grammar([f"{i}"]) for i in range(100)]
     for source in sources:
         rows.compile(source).result()
@@ -176,7 +176,7 @@ def engine_of(num_blocks: int = 100, max_batch_size: int = 8) -> Engine:
     config = EngineConfig(context_length=256, num_blocks=num_blocks, max_batch_size=max_batch_size)
     scheduler = Scheduler(config, clock, (END,), block_tokens=4)
     executor = SimulatedExecutor(clock, num_blocks, vocab_size=257, block_tokens=4)
-    rows = GrammarRows(COMPILER)
+    rows = GrammarRows(COMPILER, 257)
     rows.compile(PAIR).result()  # so that when a request joins the queue is no matter of threads
     return Engine(scheduler, executor, rows)
 
@@ -204,7 +204,8 @@ def run(engine: Engine, commands: list[Submit]) -> dict[tuple[int, int], list[in
         hear(engine.step())
         engine.scheduler.check()
     constrained = {command.request_id for command in commands if command.params.grammar}
-    assert {reason for (request_id, _), reason in reasons.items() if request_id in constrained} == {"stop"}
+    assert {reason for (request_id, _), reason in reasons.items() if request_id in constrained} <= {"stop"}
+    assert not {"error", "abort"} & {*reasons.values()}
     return heard
 
 
@@ -239,6 +240,50 @@ def test_the_end_of_a_grammar_ends_a_sample_before_min_tokens() -> None:
     params = SamplingParams(max_tokens=50, min_tokens=40, grammar=grammar.choice_grammar(["yes"]))
     heard = run(engine_of(), [Submit(1, array("i", [1, 2, 3]).tobytes(), params, 0, 1.0)])
     assert text_of(heard[1, 0]) == "yes"
+
+
+def allowing(*tokens: int, source: str = "", max_tokens: int = 40, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens, allowed_token_ids=array("i", tokens).tobytes(), grammar=source, **more)
+
+
+def test_only_allowed_tokens_are_said() -> None:
+    """The model's end token ends a sample only where it is in the list."""
+    for tokens in ((7,), (3, 255), (0, 31, 32, 64)):
+        heard = run(engine_of(), [Submit(1, array("i", [1, 2]).tobytes(), allowing(*tokens), 0, 1.0, num_samples=2)])
+        for sample in (0, 1):
+            assert len(heard[1, sample]) == 40
+            assert set(heard[1, sample]) <= set(tokens)
+    (ids,) = run(engine_of(), [Submit(1, array("i", [1, 2]).tobytes(), allowing(5, 6, END), 0, 1.0)]).values()
+    assert ids[-1] == END
+    assert set(ids[:-1]) <= {5, 6}
+
+
+def test_allowed_tokens_and_a_grammar_hold_together() -> None:
+    """The end of the grammar is the answer's, though the end token is not in the list."""
+    letters = [ord(letter) for letter in "xyz=12"]
+    params = allowing(*letters, source=PAIR)
+    heard = run(engine_of(), [Submit(i, array("i", [i]).tobytes(), params, i, 1.0) for i in range(4)])
+    for ids in heard.values():
+        assert re.fullmatch("[xyz]{3,20}=[12]{1,3}", text_of(ids))
+
+
+def test_a_grammar_that_the_allowed_tokens_cannot_follow_is_an_error() -> None:
+    engine = engine_of()
+    engine.apply(Submit(1, array("i", [1]).tobytes(), allowing(*b"abc", source=PAIR, min_tokens=30), 0, 1.0))
+    reasons = []
+    while engine.has_work:
+        if (events := engine.step()) is not None:
+            reasons += events.finished
+    assert reasons == [(1, 0, "error")]
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_resumed_sample_is_allowed_the_same(cut: int) -> None:
+    params = allowing(*range(0, 250, 7))
+    (whole,) = run(engine_of(), [Submit(1, array("i", [5]).tobytes(), params, 3, 1.0)]).values()
+    emitted = (array("i", whole[:cut]).tobytes(),)
+    (rest,) = run(engine_of(), [Submit(1, array("i", [5]).tobytes(), params, 3, 1.0, emitted=emitted)]).values()
+    assert whole[:cut] + rest == whole
 
 
 class SlowCompiler:

@@ -63,6 +63,7 @@ TABLE: dict[str, tuple[list[Any], list[Any]]] = {
     "stop": (["x", ["x", "y"], []], ["", ["x"] * 17]),
     "stop_sequences": ([["x"], []], [[""], ["x"] * 17]),
     "stop_token_ids": ([[1], []], [[-1], [99999], [1] * 65]),
+    "allowed_token_ids": ([[1], [319, 1, 1]], [[], [-1], [99999], [1] * (1 + (1 << 14))]),
     "include_stop_str_in_output": ([False, True], []),
     "min_tokens": ([0, 1], [-1, TOO_LARGE]),
     "ignore_eos": ([False], []),

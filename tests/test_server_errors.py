@@ -56,6 +56,7 @@ RANGES: dict[str, list[str]] = {
     "priority": [*BAD_INTEGERS, "1"],
     "stop": ["1", "[1]", '""', '[""]', "{}", "true", json.dumps(["x"] * 17), json.dumps("x" * 513)],
     "stop_token_ids": ["1", '["a"]', "[-1]", f"[{VOCAB}]", "[2147483648]", "[true]", "[1.5]"],
+    "allowed_token_ids": ["1", '["a"]', "[]", "[-1]", f"[{VOCAB}]", "[2147483648]", "[true]"],
     "logit_bias": [
         "1",
         '{"AI":-100}',
@@ -112,7 +113,6 @@ def test_nulls_are_absent(server: ServerProcess) -> None:
         (COMPLETIONS, "echo", True),
         (COMPLETIONS, "suffix", "x"),
         (COMPLETIONS, "use_beam_search", True),
-        (COMPLETIONS, "allowed_token_ids", [1]),
         (COMPLETIONS, "best_of", 2),
         (COMPLETIONS, "priority", 3),
         (COMPLETIONS, "no_such_field", 1),

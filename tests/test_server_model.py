@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,6 +106,21 @@ def test_stream_equals_whole_and_repeats(server: HeadraceServe, more: dict[str, 
         assert len(content) == whole["usage"]["completion_tokens"]
         assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in content)  # greedy: the best one
         assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == whole["choices"][0]["message"]["content"]
+
+
+def test_allowed_tokens(server: HeadraceServe) -> None:
+    """Alone, beside a grammar, and without an end token among them."""
+    digits = {server.post("/tokenize", {"prompt": each})[1]["tokens"][-1]: each for each in "0123456789"}
+    _, body = server.post(CHAT, ask("Say a number.", allowed_token_ids=[*digits], logprobs=True, temperature=1, seed=2))
+    (choice,) = body["choices"]
+    assert re.fullmatch("[0-9]{24}", choice["message"]["content"])
+    assert choice["finish_reason"] == "length"
+    assert all(entry["logprob"] < 0 for entry in choice["logprobs"]["content"])
+    even = [token for token, digit in digits.items() if digit in "02468"]
+    _, body = server.post(CHAT, ask("Say a number.", allowed_token_ids=even, guided_regex="[0-9]{5}"))
+    (choice,) = body["choices"]
+    assert re.fullmatch("[02468]{5}", choice["message"]["content"])
+    assert choice["finish_reason"] == "stop"
 
 
 def test_same_answer_whatever_else_runs(server: HeadraceServe) -> None:

@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
     ignore_eos: bool = False  # the model's own end tokens do not end it
     grammar: str = ""  # what the text must match (text/grammar.py); its end ends the sample, whatever min_tokens says
+    allowed_token_ids: bytes = b""  # int32 ids; no other token is possible, end tokens included. Empty: all are
 
     @property
     def is_greedy(self) -> bool:

@@ -140,7 +140,7 @@ def grammars(path: str, vocab_size: int, end_ids: tuple[int, ...]) -> GrammarRow
     def compile_grammar(grammar: str) -> Matcher:
         return compiler()(grammar)
 
-    return GrammarRows(compile_grammar)
+    return GrammarRows(compile_grammar, vocab_size)
 
 
 def warm_up(engine: Engine, vocab_size: int, context: int) -> None:

@@ -25,7 +25,7 @@ class Executor(Protocol):
 
 
 class Grammars(Protocol):
-    """Holds the grammar state of rows, by plans alone: a row that starts again is rebuilt from the tokens it starts with."""
+    """Holds what rows may say, by plans alone: a row that starts again is rebuilt from the tokens it starts with."""
 
     def compile(self, grammar: str) -> Future[Any]:
         """Make a grammar ready for rows, beside the steps. The future may hold a RequestError."""
@@ -34,7 +34,7 @@ class Grammars(Protocol):
         """Start on the masks of the rows that sample; called before `forward`."""
 
     def masks(self) -> dict[int, bytes]:
-        """The masks of the plan begun, of the rows that have a grammar; waits for them."""
+        """The masks of the plan begun, of the rows that have a grammar or a list of allowed tokens; waits for them."""
 
     def accept(self, plan: Plan, tokens: list[int]) -> Collection[int]:
         """The tokens sampled. Returns the rows whose grammar could not be followed further: all it allowed was an end token."""

@@ -1,4 +1,6 @@
-"""The grammar state of an executor's rows: masks are made by one helper thread while `forward` runs, grammars are compiled by another.
+"""What an executor's rows may say next: their grammars' state, and the tokens their requests allow.
+
+Masks of grammars are made by one helper thread while `forward` runs, grammars are compiled by another.
 
 Everything follows from plans and sampled tokens. A new row's state is made from the tokens it starts with, so that a sample which was
 preempted, or resumed in another process, goes on where it was.
@@ -14,6 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Protocol
+
+import numpy as np
 
 from headrace.engine.plan import NewRow, Plan
 from headrace.threads import deep_pool
@@ -40,26 +44,58 @@ class Matcher(Protocol):
         """The tokens allowed next, one bit each, little end first; after the end of the grammar, the end tokens."""
 
 
+def bits_of(ids: Sequence[int], vocab_size: int) -> bytes:
+    """A mask: one bit a token, little end first, in whole 32-bit words."""
+    chosen = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    chosen[np.asarray(ids, dtype=np.int64)] = 1
+    return np.packbits(chosen, bitorder="little").tobytes()
+
+
+def _both(mask: bytes, other: bytes) -> bytes:
+    """What both allow; the first may be longer."""
+    return (int.from_bytes(mask, "little") & int.from_bytes(other, "little")).to_bytes(len(other), "little")
+
+
 class _Row:
     """One row's state; `tokens` are not accepted yet. Once the row has begun only the mask thread touches it."""
 
-    __slots__ = ("grammar", "matcher", "tokens")
+    __slots__ = ("allowed", "ends", "grammar", "is_stuck", "matcher", "tokens")
 
-    def __init__(self, new: NewRow) -> None:
+    def __init__(self, new: NewRow, vocab_size: int) -> None:
         self.grammar = new.params.grammar
         self.tokens = list(array("i", new.tokens)[new.num_prompt :])
         self.matcher: Matcher | None = None
+        ids = array("i", new.params.allowed_token_ids)
+        self.allowed = bits_of(ids, vocab_size) if ids else b""
+        self.ends = bits_of(new.end_token_ids, vocab_size)
+        self.is_stuck = False  # the grammar and the allowed tokens had nothing in common
+
+    def mask(self) -> bytes:
+        """What may come next, where there is a grammar."""
+        if self.matcher is None:
+            raise RuntimeError("[_Row.mask] before its grammar is compiled")
+        mask = self.matcher.mask()
+        if not self.allowed:
+            return mask
+        # What the grammar calls whole may end, though the end token is not in the list: there is nothing else left to say.
+        for tokens in (self.allowed, self.ends):
+            if any(both := _both(mask, tokens)):
+                return both
+        self.is_stuck = True
+        return self.ends
 
 
 class GrammarRows:
-    """`compile_grammar` makes a matcher at its start, and raises RequestError for a grammar it cannot take."""
+    """`compile_grammar` makes a matcher at its start, and raises RequestError for a grammar it cannot take. `vocab_size` is the model's."""
 
-    def __init__(self, compile_grammar: Callable[[str], Matcher]) -> None:
+    def __init__(self, compile_grammar: Callable[[str], Matcher], vocab_size: int) -> None:
         self._compile = compile_grammar
+        self._vocab_size = vocab_size
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
         self._lock = threading.Lock()  # of the table of compiled grammars
         self._rows: dict[int, _Row] = {}
         self._pending: Future[dict[int, bytes]] | None = None
+        self._fixed: dict[int, bytes] = {}  # masks of this step's rows that have no grammar
         self.seconds = 0.0  # the helper has spent on masks
 
     @cached_property
@@ -84,13 +120,15 @@ class GrammarRows:
         for row in plan.freed_rows:
             rows.pop(row, None)
         for new in plan.new_rows:
-            if new.params.grammar:
-                rows[new.row] = _Row(new)
-        wanted = [(chunk.row, rows[chunk.row]) for chunk in plan.chunks if chunk.samples and chunk.row in rows] if rows else []
+            if new.params.grammar or new.params.allowed_token_ids:
+                rows[new.row] = _Row(new, self._vocab_size)
+        found = [(chunk.row, rows[chunk.row]) for chunk in plan.chunks if chunk.samples and chunk.row in rows] if rows else []
+        self._fixed = {number: row.allowed for number, row in found if not row.grammar}
+        wanted = [(number, row) for number, row in found if row.grammar]
         self._pending = self._helper.submit(self._make, wanted) if wanted else None
 
     def masks(self) -> dict[int, bytes]:
-        return self._pending.result() if self._pending is not None else {}
+        return self._fixed | (self._pending.result() if self._pending is not None else {})
 
     def accept(self, plan: Plan, tokens: list[int]) -> Collection[int]:
         if self._pending is None:
@@ -99,9 +137,9 @@ class GrammarRows:
         sampling = (chunk.row for chunk in plan.chunks if chunk.samples)
         for number, token in zip(sampling, tokens, strict=True):
             row = self._rows.get(number)
-            if row is not None:
+            if row is not None and row.matcher is not None:
                 row.tokens.append(token)
-                if row.matcher is not None and row.matcher.is_broken:
+                if row.is_stuck or row.matcher.is_broken:
                     broken.append(number)
         return broken
 
@@ -114,7 +152,7 @@ class GrammarRows:
             if row.tokens:
                 row.matcher.accept(row.tokens)
                 row.tokens.clear()
-            masks[number] = row.matcher.mask()
+            masks[number] = row.mask()
         self.seconds += time.perf_counter() - began
         return masks
 

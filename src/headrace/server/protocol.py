@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from array import array
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,6 +23,7 @@ MAX_STOP_CHARS = 512
 MAX_SAMPLES = 128
 MAX_PROMPTS = 256
 MAX_STOP_IDS = 64
+MAX_ALLOWED_IDS = 1 << 14
 MAX_BIASES = 1024
 MAX_CHAT_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
@@ -37,7 +39,6 @@ HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt
 
 # field -> values that change nothing (beside null)
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
@@ -102,6 +103,7 @@ class Common(Basic, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Count | None = None
     service_tier: Literal["auto", "default", "flex", "batch"] | None = None  # flex and batch fill what others leave idle
@@ -333,11 +335,7 @@ def sampling_params(request: Common, limits: Limits, max_tokens: int, logprobs: 
                 )
             seen[token] = value
         bias = sorted(seen.items())
-    for token in request.stop_token_ids or ():
-        if not 0 <= token < limits.vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids: expected token ids from 0 to {limits.vocab_size - 1}, got {token}", param="stop_token_ids"
-            )
+    stops, allowed = (_distinct_ids(name, getattr(request, name), limits) for name in ("stop_token_ids", "allowed_token_ids"))
     if request.priority and not limits.has_priorities:
         raise UnsupportedParameter("priority: only under --policy priority", param="priority")
     min_tokens = request.min_tokens or 0
@@ -360,7 +358,16 @@ def sampling_params(request: Common, limits: Limits, max_tokens: int, logprobs: 
         logit_bias=tuple(bias),
         logprobs=logprobs,
         min_tokens=min_tokens,
-        stop_token_ids=tuple(sorted(set(request.stop_token_ids or ()))),
+        stop_token_ids=tuple(stops),
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,
+        allowed_token_ids=array("i", allowed).tobytes(),
     )
+
+
+def _distinct_ids(name: str, ids: list[int] | None, limits: Limits) -> list[int]:
+    """Ids that are checked, ascending. Raises InvalidRequest."""
+    for token in ids or ():
+        if not 0 <= token < limits.vocab_size:
+            raise InvalidRequest(f"{name}: expected token ids from 0 to {limits.vocab_size - 1}, got {token}", param=name)
+    return sorted(set(ids or ()))
