@@ -59,6 +59,27 @@ nb::tuple sample(Program& p, const std::vector<int32_t>& rows, const std::vector
   return nb::make_tuple(tokens, logprobs, ids, values);
 }
 
+template <class T>
+nb::bytes bytes_of(const std::vector<T>& values) {
+  return nb::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
+// Scores the tokens after positions [first, stop) of a row; returns float32 [n], int32 [n], int32 [n][tops], float32 [n][tops].
+nb::tuple score(Program& p, int row, int64_t first, int64_t stop, int64_t at, int tops) {
+  check(row >= 0 && row < p.limits().max_rows, "[Program.score] row: out of range");
+  check(first >= 0 && first < stop && stop < p.num_tokens(row), "[Program.score] first, stop: out of the row's tokens");
+  check(at >= 0 && at + stop - first <= p.num_logits(), "[Program.score] at: out of the step's rows of logits");
+  check(tops >= 0 && tops <= p.vocab(), "[Program.score] tops: expected 0 to the vocabulary's size");
+  const size_t n = static_cast<size_t>(stop - first);
+  std::vector<float> logprobs(n), values(n * static_cast<size_t>(tops));
+  std::vector<int32_t> ranks(n), ids(n * static_cast<size_t>(tops));
+  {
+    nb::gil_scoped_release release;
+    p.score(row, first, stop, at, tops, logprobs.data(), ranks.data(), ids.data(), values.data());
+  }
+  return nb::make_tuple(bytes_of(logprobs), bytes_of(ranks), bytes_of(ids), bytes_of(values));
+}
+
 }  // namespace
 
 void bind_program(nb::module_& m) {
@@ -163,6 +184,7 @@ void bind_program(nb::module_& m) {
           },
           "chunks"_a, "copies"_a, "One step; returns the rows of logits.")
       .def("sample", &sample, "rows"_a, "at"_a, "masks"_a, "tops"_a)
+      .def("score", &score, "row"_a, "first"_a, "stop"_a, "at"_a, "tops"_a)
       .def("logits_address", [](Program& p) { return reinterpret_cast<uintptr_t>(p.logits()); })
       .def("profile", &Program::profile, "on"_a)
       .def(

@@ -248,6 +248,48 @@ void Program::sample(const int32_t* rows, const int32_t* at, int count, const ui
   pool_.run(body, &call);
 }
 
+struct Program::ScoreCall {
+  Program* self;
+  const int32_t* tokens;  // the first to be scored
+  int64_t at;
+  int count, tops;
+  float *logprobs, *top_logprobs;
+  int32_t *ranks, *top_ids;
+  std::atomic<int> next{0};
+};
+
+// Sampling where one token is allowed: it is chosen, and what is told of it, as of the best, is of the logits before the mask.
+void Program::score(int row, int64_t first, int64_t stop, int64_t at, int tops, float* logprobs, int32_t* ranks, int32_t* top_ids,
+                    float* top_logprobs) {
+  const int32_t* tokens = tokens_.as<int32_t>() + row * (limits_.context + 1) + first + 1;
+  ScoreCall call{this, tokens, at, static_cast<int>(stop - first), tops, logprobs, top_logprobs, ranks, top_ids, {}};
+  pool_.run(
+      [](void* context, int thread) {
+        ScoreCall& c = *static_cast<ScoreCall*>(context);
+        Program& p = *c.self;
+        uint8_t* scratch = p.scratch_->as<uint8_t>() + p.scratch_bytes_ * static_cast<size_t>(thread);
+        const Buffer& logits = p.buffers_[static_cast<size_t>(p.logits_)];
+        std::vector<uint32_t> mask(static_cast<size_t>(p.limits_.vocab + 31) / 32);
+        for (int i; (i = c.next.fetch_add(1, std::memory_order_relaxed)) < c.count;) {
+          const int32_t token = c.tokens[i];
+          float* values = logits.data + (c.at + i) * logits.columns;
+          int32_t rank = 1;
+          for (int64_t j = 0; j < p.limits_.vocab; j++) rank += values[j] > values[token];
+          c.ranks[i] = rank;
+          Sampling s{};
+          s.top_p = 1;
+          s.repetition_penalty = 1;
+          s.num_logprobs = c.tops;
+          s.mask = mask.data();
+          mask[static_cast<size_t>(token / 32)] = 1u << (token % 32);
+          const int64_t best = static_cast<int64_t>(i) * c.tops;
+          c.logprobs[i] = kernels().sample(values, p.limits_.vocab, s, c.top_ids + best, c.top_logprobs + best, scratch).logprob;
+          mask[static_cast<size_t>(token / 32)] = 0;
+        }
+      },
+      &call);
+}
+
 void Program::profile(bool on) {
   profile_ = on;
   waited_ = 0;

@@ -97,8 +97,13 @@ class Program {
   // Samples rows[i] on logits row at[i]; appends the token. tops: [n][max num_logprobs].
   void sample(const int32_t* rows, const int32_t* at, int count, const uint32_t* const* masks, int32_t* tokens, float* logprobs, int32_t* top_ids,
               float* top_logprobs, int top_stride);
+  // Of the tokens after positions [first, stop) of a row, whose logits are rows at.. of the step: log-probabilities, and how many were more likely
+  // plus one; the `tops` best: [n][tops].
+  void score(int row, int64_t first, int64_t stop, int64_t at, int tops, float* logprobs, int32_t* ranks, int32_t* top_ids, float* top_logprobs);
 
   float* logits() const { return buffers_[static_cast<size_t>(logits_)].data; }
+  int num_tokens(int row) const { return rows_[static_cast<size_t>(row)].num_tokens; }
+  int64_t num_logits() const { return num_selected_; }  // rows of the last step
   int64_t vocab() const { return limits_.vocab; }
   const ProgramLimits& limits() const { return limits_; }
   size_t bytes() const;  // of buffers, without the KV pool
@@ -161,6 +166,7 @@ class Program {
     int64_t units = 0, done = 0;  // in all, and by this thread; no units: nothing to wait for
   };
   struct SampleCall;
+  struct ScoreCall;
 
   Op& add(Kind kind, const std::string& name);
   int64_t rows_of(const Op& op) const { return op.selected ? num_selected_ : num_rows_; }

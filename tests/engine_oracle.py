@@ -7,7 +7,7 @@ import random
 from array import array
 from dataclasses import dataclass, field
 
-from headrace.config import EngineConfig
+from headrace.config import SCORED_ROWS, EngineConfig
 from headrace.engine.loop import Engine, StepRecord
 from headrace.engine.plan import Plan
 from headrace.engine.prefix import PrefixHasher
@@ -57,6 +57,16 @@ def expected_answers(command: Submit, context_length: int) -> list[tuple[list[in
     return answers
 
 
+def expected_scores(command: Submit) -> dict[int, float]:
+    """What the simulated executor tells of each token of a prompt but the first, where that is asked for."""
+    history, scores = 0, {}
+    for position, token in enumerate(array("i", command.prompt)):
+        history = extend_history(history, token)
+        scores[position] = -float(history >> 48)
+    del scores[0]
+    return scores if command.params.prompt_logprobs >= 0 else {}
+
+
 @dataclass
 class Heard:
     """What came back of one request."""
@@ -65,6 +75,7 @@ class Heard:
     answers: list[list[int]]
     reasons: list[FinishReason | None]
     admitted: list[tuple[float, int]] = field(default_factory=list)
+    scores: dict[int, float] = field(default_factory=dict)  # by position in the prompt
     stalled: float = 0.0
     refused: str = ""
     aborted: bool = False
@@ -92,7 +103,7 @@ class World:
         self.records: list[Command | StepRecord] = []
         self.scheduler = self._scheduler(self.clock)
         self.executor = SimulatedExecutor(self.clock, self.config.num_blocks, self._cost, VOCAB, self.block_tokens)
-        self.engine = Engine(self.scheduler, self.executor, record=self.records.append)
+        self.engine = Engine(self.scheduler, self.executor, record=self.records.append, scorer=self.executor)
         self.stats_before = (0,) * 5
 
     def _scheduler(self, clock: VirtualClock) -> Scheduler:
@@ -135,7 +146,9 @@ class World:
         self.plans.append(plan)
         assert plan.num_tokens <= config.max_batch_tokens
         assert 0 < len(plan.chunks) <= config.max_batch_size
-        assert all(chunk.logits_start == chunk.stop - chunk.samples for chunk in plan.chunks)
+        scored = [chunk for i, chunk in enumerate(plan.chunks) if i in plan.scored]
+        assert sum(chunk.stop - chunk.logits_start for chunk in scored) <= SCORED_ROWS
+        assert all(chunk.logits_start == chunk.stop - chunk.samples for chunk in plan.chunks if chunk not in scored)
 
     def _check_stats(self, events: StepEvents) -> None:
         stats = events.stats
@@ -152,6 +165,12 @@ class World:
     def _hear(self, events: StepEvents | None) -> None:
         if events is None:
             return
+        for request_id, told in events.prompts:
+            heard = self.heard[request_id]
+            assert self.restarts or not any(heard.answers), "scores after the first token"
+            assert len(told.top_ids) == len(told.logprobs) * heard.command.params.prompt_logprobs
+            for position, value in enumerate(array("f", told.logprobs), told.first):
+                assert heard.scores.setdefault(position, value) == value
         for request_id, sample, token in zip(events.request_ids, events.samples, events.tokens, strict=True):
             heard = self.heard[request_id]
             assert heard.reasons[sample] is None, "a token after the end"
@@ -212,6 +231,8 @@ class World:
         for answer, reason, expected in zip(
             heard.answers, heard.reasons, expected_answers(heard.command, self.config.context_length), strict=True
         ):
+            if reason != "abort":
+                assert heard.scores == expected_scores(heard.command)
             if reason == "abort":
                 assert heard.aborted
                 assert answer == expected[0][: len(answer)]
@@ -277,6 +298,7 @@ def random_submit(rng: random.Random, request_id: int, now: float, prompts: list
         ignore_eos=rng.random() < 0.5,
         stop_token_ids=(3,) if rng.random() < 0.1 else (),
         logprobs=2 if rng.random() < 0.1 else -1,
+        prompt_logprobs=rng.choice([0, 2]) if rng.random() < 0.15 else -1,
         seed=rng.randrange(3),
         received=now,
         num_samples=rng.choice([1, 1, 1, 2, 4]),

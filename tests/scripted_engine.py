@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from scripted_prompts import scores_of
+
 from headrace.errors import InvalidRequest, UsageError
 from headrace.request import PROTOCOL_VERSION, Abort, EngineStats, Refusal, StepEvents, Submit, TokenLogprob
 from headrace.server import engine_process
@@ -117,8 +119,8 @@ class ScriptedEngine:
             prompt = list(array("i", submit.prompt))
             made = [len(array("i", each)) for each in submit.emitted] or [0] * submit.num_samples
             self.running[submit.request_id] = (submit, prompt, made)
-            cached = BLOCK if len(prompt) > BLOCK else 0
-            events.admitted.append((submit.request_id, time.monotonic(), cached))
+            events.admitted.append((submit.request_id, time.monotonic(), BLOCK if len(prompt) > BLOCK else 0))
+            events.prompts += scores_of(submit)
         if self.step_s:
             time.sleep(self.step_s)
         for request_id, (submit, prompt, made) in list(self.running.items()):

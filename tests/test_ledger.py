@@ -10,7 +10,7 @@ from helpers_models import Tiny, gguf_bytes, gguf_entries, write_folder, write_g
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config import ModelConfig, RopeConfig
+from headrace.config import SCORED_ROWS, ModelConfig, RopeConfig
 from headrace.errors import MemoryBudgetExceeded, UsageError
 from headrace.models import hub
 from headrace.models.arena import HUGE_PAGE
@@ -89,8 +89,8 @@ def test_weights_are_known_before_loading(tmp_path: Path) -> None:
 
 
 def test_activations_cover_what_a_step_needs() -> None:
-    """The logits of all samples and the residual stream of all tokens at least."""
-    least = 64 * 128256 * 4 + 512 * 4096 * 4
+    """The logits of all samples, those for prompts, and the residual stream of all tokens at least."""
+    least = (64 + SCORED_ROWS) * 128256 * 4 + 512 * 4096 * 4
     assert least < estimate_activations(config(), 512, 64, 8192) < 4 * least
 
 

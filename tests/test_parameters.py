@@ -71,6 +71,8 @@ TABLE: dict[str, tuple[list[Any], list[Any]]] = {
     "cache_salt": (["s"], ["s" * 1025]),
     "service_tier": (["auto"], ["fast"]),
     "cache_prompt": ([False, True], []),
+    "echo": ([False, True], []),
+    "prompt_logprobs": ([0, 20], [-1, 21, TOO_LARGE]),
     "truncate_prompt_tokens": ([1], [0, TOO_LARGE]),
     "deadline_ms": ([60_000, 1e5], [0, -1, 1e9]),
     "response_format": ([{"type": "text"}, {"type": "json_object"}], [{"type": "yaml"}, {"type": "json_schema"}]),

@@ -54,7 +54,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {
     "temperature": (0.5, 0.5), "top_p": (0.25, 0.25), "top_k": (7, 7), "min_p": (0.125, 0.125), "presence_penalty": (-2, -2.0),
     "frequency_penalty": (2, 2.0), "repetition_penalty": (1.5, 1.5), "logit_bias": ({"9": -100, "3": 1.5}, ((3, 1.5), (9, -100.0))),
     "min_tokens": (4, 4), "stop_token_ids": ([5, 2, 5], (2, 5)), "ignore_eos": (True, True),
-    "allowed_token_ids": ([5, 2, 5], ids(2, 5)),
+    "prompt_logprobs": (3, 3), "allowed_token_ids": ([5, 2, 5], ids(2, 5)),
 }  # fmt: skip
 
 

@@ -56,6 +56,7 @@ RANGES: dict[str, list[str]] = {
     "priority": [*BAD_INTEGERS, "1"],
     "stop": ["1", "[1]", '""', '[""]', "{}", "true", json.dumps(["x"] * 17), json.dumps("x" * 513)],
     "stop_token_ids": ["1", '["a"]', "[-1]", f"[{VOCAB}]", "[2147483648]", "[true]", "[1.5]"],
+    "prompt_logprobs": [*BAD_INTEGERS, "-1", "21"],
     "allowed_token_ids": ["1", '["a"]', "[]", "[-1]", f"[{VOCAB}]", "[2147483648]", "[true]"],
     "logit_bias": [
         "1",
@@ -108,9 +109,8 @@ def test_nulls_are_absent(server: ServerProcess) -> None:
         (CHAT, "modalities", ["text", "audio"]),
         (CHAT, "chat_template", "{{ 1 }}"),
         (CHAT, "chat_template_kwargs", {"tokenize": True}),
-        (CHAT, "prompt_logprobs", 1),
+        (CHAT, "echo", True),
         (CHAT, "guided_decoding_backend", "x"),
-        (COMPLETIONS, "echo", True),
         (COMPLETIONS, "suffix", "x"),
         (COMPLETIONS, "use_beam_search", True),
         (COMPLETIONS, "best_of", 2),

@@ -123,6 +123,25 @@ def test_allowed_tokens(server: HeadraceServe) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+def test_a_prompt_is_scored_as_it_would_have_been_written(server: HeadraceServe) -> None:
+    """The same bits for a token that was chosen, and for it as a part of the prompt, whatever is cached."""
+    ids = server.post("/tokenize", {"prompt": "The river flows " * 30})[1]["tokens"]
+    written = server.complete(ids, max_tokens=12, logprobs=3, ignore_eos=True)["choices"][0]
+    text = server.complete(ids, max_tokens=1, echo=True)["choices"][0]["text"]
+    assert text.startswith("The river flows " * 30)
+    whole = ids + server.post("/tokenize", {"prompt": written["text"]})[1]["tokens"]
+    assert len(whole) == len(ids) + 12
+    body = server.complete(whole, max_tokens=1, logprobs=3, echo=True, prompt_logprobs=3)
+    (choice,) = body["choices"]
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        assert choice["logprobs"][name][len(ids) : len(whole)] == written["logprobs"][name]
+    for token, told in zip(whole[len(ids) :], choice["prompt_logprobs"][len(ids) :], strict=True):
+        assert told[str(token)]["rank"] == 1
+    again = server.complete(whole, max_tokens=1, logprobs=3)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_same_answer_whatever_else_runs(server: HeadraceServe) -> None:
     alone = server.complete("The water of the river", max_tokens=20)["choices"]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:

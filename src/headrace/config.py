@@ -9,6 +9,7 @@ from headrace.errors import UsageError
 
 BLOCK_TOKENS = 32  # tokens a KV block holds; the kernels are built for it
 NUMERICS_VERSION = 1  # of docs/numerics.md: keys and values of another one are not the same bits
+SCORED_ROWS = 64  # of logits a step makes for log-probabilities of prompts, at most, beside one a sample
 KV_LEVEL = "bf16"  # how keys and values are kept
 
 Level = Literal["auto", "bf16", "int8", "int4"]

@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
     ignore_eos: bool = False  # the model's own end tokens do not end it
     grammar: str = ""  # what the text must match (text/grammar.py); its end ends the sample, whatever min_tokens says
+    prompt_logprobs: int = -1  # -1: none; k: of each token of the prompt but the first, and of the k best in its place
     allowed_token_ids: bytes = b""  # int32 ids; no other token is possible, end tokens included. Empty: all are
 
     @property
@@ -71,6 +72,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive tokens of a prompt and of the k best in each one's place, best first. Without penalties or bias."""
+
+    first: int  # position of the first of them
+    logprobs: bytes  # float32 [n]
+    ranks: bytes  # int32 [n], 1: no other was more likely
+    top_ids: bytes  # int32 [n][k]
+    top_logprobs: bytes  # float32 [n][k]
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
@@ -113,3 +124,4 @@ class StepEvents(msgspec.Struct, tag=True, array_like=True):
     stalled: list[tuple[int, float]]  # request, seconds it lost to preemption, when it runs again
     refused: list[Refusal]
     stats: EngineStats | None = None
+    prompts: list[tuple[int, PromptLogprobs]] = []  # request; told again when it is computed again

@@ -118,7 +118,8 @@ def build(hello: Hello, weights_fd: int, tell: Callable[[Planned], None]) -> tup
     recorder = Recorder(settings.record, config, model.end_token_ids) if settings.record else None
     clock = recorder.clock if recorder is not None else time.monotonic
     scheduler = Scheduler(config, clock, model.end_token_ids, PrefixHasher(prefix_scope(model), settings.secret))
-    engine = Engine(scheduler, executor, grammars(str(model.path), shape.vocab_size, model.end_token_ids), recorder)
+    masks = grammars(str(model.path), shape.vocab_size, model.end_token_ids)
+    engine = Engine(scheduler, executor, masks, recorder, scorer=executor)
     warm_up(engine, shape.vocab_size, context)
     ready = Ready(
         PROTOCOL_VERSION, context, num_blocks, BLOCK_TOKENS, shape.vocab_size, model.level, str(native.level()), threads, manifest=manifest

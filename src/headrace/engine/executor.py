@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from headrace.engine.plan import Plan
-from headrace.request import TokenLogprob
+from headrace.request import PromptLogprobs, TokenLogprob
 
 
 class Executor(Protocol):
@@ -22,6 +22,13 @@ class Executor(Protocol):
         `masks` maps a row to its allowed tokens, one bit each, little end first. The second list is empty when no row asked for
         log-probabilities, else one entry a token.
         """
+
+
+class Scorer(Protocol):
+    """What an executor may offer beside: log-probabilities of prompts."""
+
+    def score(self, plan: Plan) -> list[PromptLogprobs]:
+        """One entry for each of `plan.scored`, after `forward` and before `sample`. The last row of a prompt is the sample's."""
 
 
 class Grammars(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from headrace.engine.compiling import Compiling, end_broken
-from headrace.engine.executor import Executor, Grammars
+from headrace.engine.executor import Executor, Grammars, Scorer
 from headrace.engine.plan import Plan
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.tally import events_between_steps
@@ -38,7 +38,8 @@ class StepRecord(NamedTuple):
 
 
 class Engine:
-    """`grammars` holds the grammar state of rows; `record` is told each command and each step."""
+    """`grammars` holds what rows may say, `scorer` is the executor where prompts' log-probabilities can be asked for; `record` is told
+    each command and each step."""
 
     def __init__(
         self,
@@ -46,12 +47,14 @@ class Engine:
         executor: Executor,
         grammars: Grammars | None = None,
         record: Callable[[Command | StepRecord], None] | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self._grammars = grammars
         self._compiling = Compiling(grammars)
         self._record = record
+        self._scorer = scorer
 
     @property
     def has_work(self) -> bool:
@@ -102,17 +105,14 @@ class Engine:
         if scheduler.is_idle:
             return None
         plan = scheduler.schedule()
-        if grammars is None:
-            self.executor.forward(plan)
-            tokens, logprobs = self.executor.sample(plan)
-            events = scheduler.commit(plan, tokens, logprobs)
-        else:
+        if grammars is not None:
             grammars.begin(plan)
-            self.executor.forward(plan)
-            tokens, logprobs = self.executor.sample(plan, grammars.masks())
-            events = scheduler.commit(plan, tokens, logprobs)
-            if broken := grammars.accept(plan, tokens):
-                end_broken(events, plan, broken)
+        self.executor.forward(plan)
+        scores = self._scorer.score(plan) if plan.scored and self._scorer is not None else ()
+        tokens, logprobs = self.executor.sample(plan, grammars.masks() if grammars is not None else None)
+        events = scheduler.commit(plan, tokens, logprobs, scores)
+        if grammars is not None and (broken := grammars.accept(plan, tokens)):
+            end_broken(events, plan, broken)
         if self._record is not None:
             self._record(StepRecord(scheduler.step_started, scheduler.step_ended, plan, tokens))
         return events

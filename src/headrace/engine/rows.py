@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
+from headrace.engine.blocks import BlockPool
 from headrace.engine.plan import NewRow
 from headrace.engine.policy import by_order
 from headrace.engine.samples import Sample
@@ -64,12 +65,17 @@ class Rows:
         freed, self.freed = self.freed, []
         return freed
 
-    def check(self) -> None:
-        """Raises RuntimeError unless every row is free or has one sample, and the counts agree."""
+    def check(self, pool: BlockPool) -> None:
+        """Raises RuntimeError unless every row is free or has one sample, and the counts agree with them and with the pool."""
+        refs = [0] * pool.num_blocks
+        for sample in self.running:
+            for block in sample.table:
+                refs[block] += 1
         for what, expected, found in (
             ("rows", list(range(self.limit)), sorted([*self._free, *(sample.row for sample in self.running)])),
             ("policy order", sorted(self.running, key=by_order), self.running),
             ("samples prefilling", sum(sample.prefilling for sample in self.running), self.num_prefilling),
+            ("holders of each block", pool.refs, refs),
             ("requests running", len({sample.request_id for sample in self.running}), self.num_requests),
         ):
             if expected != found:

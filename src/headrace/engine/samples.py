@@ -86,6 +86,7 @@ class Request:
         "num_paused",
         "num_prompt",
         "num_rows",
+        "num_scored",
         "parked",
         "paused_at",
         "samples",
@@ -107,6 +108,8 @@ class Request:
         self.id = submit.request_id
         self.submit = submit
         self.num_prompt = size
+        # Tokens of the prompt after which the next one's log-probability is told, or not asked for.
+        self.num_scored = size - 1 if params.prompt_logprobs < 0 else 0
         self.end_token_ids = (() if params.ignore_eos else end_token_ids) + params.stop_token_ids
         self.ends = frozenset(self.end_token_ids)
         self.links: list[Prefix] = []  # names of the prompt's full blocks, made when first looked for
@@ -121,6 +124,11 @@ class Request:
         self.num_active = 0  # samples in a row and not paused
         self.num_paused = 0
         self.paused_at = -1.0  # since when it is stalled: some sample is paused and none is active
+
+    @property
+    def is_scored(self) -> bool:
+        """No log-probability of its prompt is left to be told."""
+        return self.num_scored == self.num_prompt - 1
 
     def activate(self, sample: Sample, now: float) -> float:
         """A sample runs (again). Returns how long the request had been stalled, or -1 if it was not."""

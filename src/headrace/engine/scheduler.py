@@ -18,10 +18,11 @@ from headrace.engine.policy import Queues
 from headrace.engine.prefix import PrefixHasher
 from headrace.engine.rows import Rows
 from headrace.engine.samples import Request, Sample, refuse_oversized
+from headrace.engine.scoring import Scoring
 from headrace.engine.sharing import Sharing
 from headrace.engine.tally import Finished, Tally, events_between_steps
 from headrace.errors import InvalidRequest, QueueFull, UsageError
-from headrace.request import FinishReason, StepEvents, Submit, TokenLogprob
+from headrace.request import FinishReason, PromptLogprobs, StepEvents, Submit, TokenLogprob
 
 _FOREVER = 1 << 60  # steps, when nothing bounds them
 
@@ -51,11 +52,11 @@ class Scheduler:
         self._size = block_tokens
         self._static = config.batching == "static"
         self._sharing = Sharing(self.pool, hasher or PrefixHasher(), enabled=not self._reserved, caching=config.prefix_cache)
+        self._scoring = Scoring()
         self._queues = Queues(config.policy)
         self._rows = Rows(min(config.max_batch_size, config.max_batch_tokens))
         self.running: Sequence[Sample] = self._rows.running  # in policy order
         self._scheduled: list[Sample] = []  # of the plan's chunks
-        self._sources: list[int] = []  # blocks that the plan copies from, held until it is done
         self._blocked = False  # the next waiting sample lacked blocks, and none was let go since
         self._requests: dict[int, Request] = {}
         self._num_arrived = self._num_admitted = self._num_computed = 0  # requests twice, tokens: ever
@@ -108,7 +109,7 @@ class Scheduler:
 
     def fail(self) -> StepEvents | None:
         """End everything with an error, in whatever state: a step has failed."""
-        self._release_sources()
+        self._sharing.release_sources()
         finished: Finished = []
         for request in list(self._requests.values()):
             finished += self._end_samples(request, "error")
@@ -125,6 +126,7 @@ class Scheduler:
         plan = Plan(freed_rows=self._rows.take_freed())
         chunks = plan.chunks
         self._scheduled = scheduled = []
+        self._scoring.begin()
         decoding = len(running) - self._rows.num_prefilling
         # Every decoding sample gets its token; what is left of the step is for prompts.
         most = self.budget.limit(decoding > 0, self._queues.num_interactive > 0)
@@ -148,7 +150,9 @@ class Scheduler:
             raise RuntimeError(f"[Scheduler.schedule] nothing to compute, but {len(self._requests)} requests are open")
         return plan
 
-    def commit(self, plan: Plan, tokens: list[int], logprobs: Sequence[TokenLogprob | None] = ()) -> StepEvents:
+    def commit(
+        self, plan: Plan, tokens: list[int], logprobs: Sequence[TokenLogprob | None] = (), scores: Sequence[PromptLogprobs] = ()
+    ) -> StepEvents:
         """The plan was executed, and `tokens` chosen: one for each chunk that samples, in order. Returns what the outside must hear."""
         wanted = sum([chunk.samples for chunk in plan.chunks])
         if len(tokens) != wanted:
@@ -177,20 +181,21 @@ class Scheduler:
         if self._queues.fair is not None:
             for chunk, sample in zip(plan.chunks, self._scheduled, strict=True):
                 self._queues.fair.charge(sample, chunk.stop - chunk.start)
+        prompts = self._scoring.commit(plan, self._scheduled, scores) if plan.scored else []
         finished: Finished = []
         for sample in ending:
             reason = sample.end_reason()
             if reason is not None:
                 finished.append((sample.request_id, sample.index, reason))
                 self._end(sample, now)
-        if self._sources:
-            self._release_sources()
+        if self._sharing.release_sources():
+            self._blocked = False
         self._num_computed += num_tokens
         self.tally.steps += 1
         seconds = now - self.step_started
         self.budget.observe(num_tokens, seconds)
         stats = self.tally.stats(self.pool, self._rows.num_requests, len(self._requests), seconds, num_tokens, len(plan.chunks))
-        return self.tally.step_events(now, request_ids, indices, tokens, logprobs, finished, stats)
+        return self.tally.step_events(now, request_ids, indices, tokens, logprobs, finished, stats, prompts)
 
     def steps_until_event(self) -> int:
         """How many of the next steps only decode a token of each running sample: no block is taken, none ends by length, none comes in."""
@@ -207,13 +212,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises RuntimeError unless every block, row and sample is in its place, once. Between steps only."""
         self.pool.check()
-        self._rows.check()
-        refs = [0] * self.pool.num_blocks
-        for sample in self._rows.running:
-            for block in sample.table:
-                refs[block] += 1
-        if refs != self.pool.refs:
-            raise RuntimeError(f"[Scheduler.check] holders of each block: {refs} by the tables, {self.pool.refs} by the pool")
+        self._rows.check(self.pool)
         requests = self._requests.values()
         placed = len(self._rows.running) + len(self._queues) + sum(len(request.parked) for request in requests)
         if placed != sum(request.num_open for request in requests):
@@ -232,11 +231,15 @@ class Scheduler:
             if there < size:
                 break
         sample.num_computed = start
-        stop = min(num_tokens, start + most)
+        stop = logits_start = min(num_tokens, start + most)
+        if not sample.request.is_scored:
+            stop, logits_start = self._scoring.cut(plan, sample.request, start, stop)
+            if stop == start:
+                return 0
         for i in range(start // size, (stop - 1) // size + 1):
             filled[table[i]] = min(stop - i * size, size)
         samples = stop == num_tokens
-        plan.chunks.append(Chunk(sample.row, start, stop, stop - samples, samples))
+        plan.chunks.append(Chunk(sample.row, start, stop, min(logits_start, stop - samples), samples))
         self._scheduled.append(sample)
         self.tally.count_chunk(start, stop, sample.request.num_prompt, sample.computed_before)
         return stop - start
@@ -303,8 +306,7 @@ class Scheduler:
             source, start = -1, 0  # no room for both the copy and what it is made from: computed instead
         pool.hold(shared)
         if source >= 0:
-            pool.hold((source,))
-            self._sources.append(source)
+            self._sharing.hold_source(source)
         blocks = pool.take(need)
         if blocks is None:
             raise RuntimeError(f"[Scheduler._admit] {need} blocks were there and are not")
@@ -392,9 +394,4 @@ class Scheduler:
         sample.table = []
         sample.capacity = sample.num_computed = 0
         self._rows.vacate(sample)
-        self._blocked = False
-
-    def _release_sources(self) -> None:
-        self.pool.release(self._sources)
-        self._sources = []
         self._blocked = False

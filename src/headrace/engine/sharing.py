@@ -30,11 +30,12 @@ class Sharing:
         self._caching = enabled and caching
         self._pool = pool
         self._hasher = hasher
+        self._sources: list[int] = []
         self._donors: dict[bytes, Sample] = {}  # digest of a whole prompt -> a running sample that has computed it
 
     def find(self, sample: Sample) -> Reuse:
         """The most that `sample`, which has no blocks yet, can reuse. Changes nothing."""
-        if not self.enabled:
+        if not self.enabled or not sample.request.is_scored:  # each of its rows must be computed
             return Reuse([], -1, 0)
         pool, size = self._pool, self._pool.block_tokens
         num_tokens, num_prompt = len(sample.tokens), sample.request.num_prompt
@@ -55,9 +56,21 @@ class Sharing:
                 return Reuse(shared, source, num_tokens - 1)
         return Reuse(shared, -1, 0)
 
+    def hold_source(self, block: int) -> None:
+        """The plan copies from a block, which stays until that is done."""
+        self._pool.hold((block,))
+        self._sources.append(block)
+
+    def release_sources(self) -> bool:
+        """The plan is done. Whether there were any."""
+        sources, self._sources = self._sources, []
+        self._pool.release(sources)
+        return bool(sources)
+
     def promise(self, sample: Sample, first: int) -> None:
         """From its block `first` on, a sample's full blocks are new: let others find them while they are made. The last one is its own."""
-        if self._caching:
+        # Whoever finds a block in the making may compute it: not one whose rows are still to be told.
+        if self._caching and sample.request.is_scored:
             for i in range(first, (len(sample.tokens) - 1) // self._pool.block_tokens):
                 self._pool.promise(sample.table[i], sample.links[i])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from headrace.config import BLOCK_TOKENS, EngineConfig, ModelConfig
 from headrace.engine.plan import NewRow, Plan
 from headrace.kernels import native
 from headrace.models import decoder
-from headrace.request import TokenLogprob
+from headrace.request import PromptLogprobs, TokenLogprob
 
 FORMATS = {"q4_0": 0, "q4_1": 1, "q8_0": 2, "bf16": 3}
 PANEL = 32
@@ -68,6 +69,7 @@ class NativeExecutor:
         lowering.run(decoder.record(shape))
         self._biases = lowering.biases  # the program points into them
         self._max_logprobs = [-1] * config.max_batch_size
+        self._prompts = [(0, 0)] * config.max_batch_size  # tokens, and `prompt_logprobs`
         self._num_logits = 0
 
     def forward(self, plan: Plan) -> None:
@@ -103,6 +105,16 @@ class NativeExecutor:
             for i, row in enumerate(rows)
         ]
 
+    def score(self, plan: Plan) -> list[PromptLogprobs]:
+        ends = list(accumulate(chunk.stop - chunk.logits_start for chunk in plan.chunks))
+        found = []
+        for number in plan.scored:
+            row, _, stop, first, _ = plan.chunks[number]
+            num_prompt, tops = self._prompts[row]
+            told = self.program.score(row, first, min(stop, num_prompt - 1), ends[number] - (stop - first), tops)
+            found.append(PromptLogprobs(first + 1, *told))
+        return found
+
     def logits(self) -> npt.NDArray[np.float32]:
         """The logits of the last step, [rows wanted, vocab]: a view that the next step overwrites. `sample` changes it in place."""
         ld = -(-self._vocab // 16) * 16
@@ -120,6 +132,7 @@ class NativeExecutor:
     def _set_row(self, new: NewRow) -> None:
         p = new.params
         self._max_logprobs[new.row] = p.logprobs
+        self._prompts[new.row] = new.num_prompt, p.prompt_logprobs
         self.program.set_row(
             row=new.row, tokens=new.tokens, num_prompt=new.num_prompt, temperature=p.temperature, top_p=p.top_p, min_p=p.min_p,
             top_k=p.top_k, repetition=p.repetition_penalty, presence=p.presence_penalty, frequency=p.frequency_penalty,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from headrace.config import BLOCK_TOKENS
 from headrace.engine.plan import NewRow, Plan
-from headrace.request import TokenLogprob
+from headrace.request import PromptLogprobs, TokenLogprob
 
 _WORD = (1 << 64) - 1
 
@@ -143,6 +143,22 @@ class SimulatedExecutor:
             best = new.params.logprobs
             logprobs.append(TokenLogprob(-1.0, (token,) * best, (-1.0,) * best) if best >= 0 else None)
         return tokens, logprobs if any(entry is not None for entry in logprobs) else []
+
+    def score(self, plan: Plan) -> list[PromptLogprobs]:
+        """Made-up numbers that depend on the tokens up to each one alone."""
+        found = []
+        for number in plan.scored:
+            chunk = plan.chunks[number]
+            row = self._rows[chunk.row]
+            first, stop, best = chunk.logits_start + 1, min(chunk.stop + 1, row.new.num_prompt), row.new.params.prompt_logprobs
+            if not chunk.start < first < stop:
+                raise PagingError(f"{chunk} is to score tokens {first} to {stop} of a prompt of {row.new.num_prompt}")
+            values = array("f", [-float(row.histories[position] >> 48) for position in range(first, stop)])
+            tops = array("f", [value for value in values for _ in range(best)])
+            ids = array("i", [row.tokens[position] for position in range(first, stop) for _ in range(best)])
+            ranks = array("i", [1]) * len(values)
+            found.append(PromptLogprobs(first, values.tobytes(), ranks.tobytes(), ids.tobytes(), tops.tobytes()))
+        return found
 
     def _check(self, plan: Plan) -> None:
         """Copy, write the keys and values of all chunks, then read: the order within a layer of a real executor."""

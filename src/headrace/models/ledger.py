@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace.config import BLOCK_TOKENS, ModelConfig
+from headrace.config import BLOCK_TOKENS, SCORED_ROWS, ModelConfig
 from headrace.errors import MemoryBudgetExceeded, UsageError
 from headrace.models.arena import rounded
 
@@ -64,7 +64,7 @@ def estimate_activations(config: ModelConfig, max_batch_tokens: int, max_batch_s
     row = 4 * (config.hidden_size + 2 * q + 2 * kv) + 4 * (config.hidden_size + q + config.intermediate_size) + 2 * q
     sampled = 4 * config.vocab_size + 16 * config.vocab_size // 8
     table = 4 * context_length * (config.rope.rotary_dim or config.head_dim)
-    return max(max_batch_tokens, max_batch_size) * row + max_batch_size * sampled + table
+    return max(max_batch_tokens, max_batch_size) * row + (max_batch_size + SCORED_ROWS) * sampled + table
 
 
 def plan_memory(

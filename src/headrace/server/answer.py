@@ -10,19 +10,20 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from headrace.errors import EngineFailed, RequestError
-from headrace.request import SamplingParams, Submit
+from headrace.request import PromptLogprobs, SamplingParams, Submit
 from headrace.server.calls import Calls
 from headrace.server.codec import TextCodec
 from headrace.server.formats import Endpoint, Format, usage
 from headrace.server.front import Front
 from headrace.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
 from headrace.server.metrics import Metrics
+from headrace.server.prompt import PromptScores
 from headrace.server.queue import Waiting
 from headrace.server.report import Ended
 from headrace.server.sample import Sample
@@ -57,16 +58,20 @@ class Work:
     tenant: str = ""  # the name of the caller's key
     batch: bool = False
     deadline_ms: float | None = None  # from its arrival
+    echo: Sequence[str] = ()  # the prompts as texts, where answers begin with them
+    prompt_logprobs: int = -1  # as in SamplingParams, but what is told apart from `echo`
     calls: Calls | None = None  # how calls of functions are found in the answer; none: it is all text
 
 
 class Part:
     """One prompt and its samples: what the worker tells about one submitted request."""
 
-    def __init__(self, answer: Answer, prompt: list[int], samples: Sequence[Sample]) -> None:
+    def __init__(self, answer: Answer, prompt: list[int], samples: Sequence[Sample], echo: str) -> None:
         self.answer = answer
         self.samples: Sequence[Sample] = samples
+        self.echo = echo  # what each sample's text begins with
         self.num_prompt = len(prompt)
+        self.scores = PromptScores(answer.codec, prompt, best) if (best := answer.work.params.prompt_logprobs) >= 0 else None
         self.request_id = 0
         self.done = False
         self.waiting: Waiting | None = None  # its place in the queue's account, once it is submitted
@@ -96,6 +101,10 @@ class Part:
 
     def stalled(self, seconds: float) -> None:
         self.stalled_s[1 if self.first_at else 0] += seconds
+
+    def scored(self, told: PromptLogprobs) -> None:
+        if self.scores is not None:
+            self.scores.add(told)
 
     def flush(self, time: float) -> bool:
         try:
@@ -177,14 +186,14 @@ class Answer:
         self.front = front
         self.traceparent = traceparent
         self._worker = worker
-        self._codec = codec
-        writer: Callable[[TextCodec], LogprobWriter] = CompletionLogprobs if work.endpoint == "completions" else ChatLogprobs
+        self.codec = codec
         shown = work.calls.format.tokens if work.calls is not None else ()
-        for prompt in work.prompts:
+        for number, prompt in enumerate(work.prompts):
             first = len(self.parts) * work.num_samples
             record = work.params.logprobs >= 0
+            echo = work.echo[number] if work.echo else ""
 
-            def sample(index: int, record: bool = record) -> Sample:
+            def sample(index: int, record: bool = record, echo: str = echo) -> Sample:
                 text = codec.detokenizer(
                     stop=work.stop,
                     include_stop=work.include_stop,
@@ -192,10 +201,13 @@ class Answer:
                     record=record,
                     shown=shown,
                 )
-                return Sample(index, text, writer(codec) if record else None, work.calls)
+                writer: LogprobWriter | None = None
+                if record:
+                    writer = CompletionLogprobs(codec, len(echo)) if work.endpoint == "completions" else ChatLogprobs(codec)
+                return Sample(index, text, writer, work.calls)
 
             samples = [sample(first + i) for i in range(work.num_samples)]
-            self.parts.append(Part(self, prompt, samples))
+            self.parts.append(Part(self, prompt, samples, echo))
 
     def begin(self) -> None:
         """Send the prompts to the engine."""
@@ -295,7 +307,7 @@ class Answer:
         """The prompts and the answers as texts, for a log that is to have them."""
 
         def text(ids: Sequence[int]) -> str:
-            detokenizer = self._codec.detokenizer()
+            detokenizer = self.codec.detokenizer()
             return detokenizer.add(ids) + detokenizer.finish()
 
         return [text(ids) for ids in self.work.prompts], [text(sample.tokens) for part in self.parts for sample in part.samples]

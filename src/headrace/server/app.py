@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -48,6 +48,7 @@ from headrace.server.worker import Worker
 log = logging.getLogger("headrace.http")
 
 Scope = MutableMapping[str, Any]
+T = TypeVar("T")
 MAX_PENDING_TEXTS = 256
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines: not logged
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -172,7 +173,7 @@ class Application:
         for answer in list(self.answers):
             answer.fail(error)
 
-    async def off_loop(self, work: Callable[[], list[list[int]]], chars: int) -> list[list[int]]:
+    async def off_loop(self, work: Callable[[], T], chars: int) -> T:
         """Run text work: small at once, large in the pool. Raises QueueFull when the pool is far behind."""
         if chars <= INLINE_CHARS:
             return work()

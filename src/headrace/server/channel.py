@@ -33,6 +33,7 @@ def merge(first: StepEvents, second: StepEvents) -> StepEvents:
     first.finished += second.finished
     first.stalled += second.stalled
     first.refused += second.refused
+    first.prompts += second.prompts
     if second.stats is not None:
         first.stats = second.stats
     return first

@@ -85,6 +85,10 @@ class Format:
     def choice(self, index: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
         raise NotImplementedError
 
+    def with_prompts(self, choices: list[dict[str, Any]], prompts: list[Any]) -> dict[str, Any]:
+        """Tell log-probabilities of prompts, one entry each: in the choices, or by what is returned, in the body."""
+        return {"prompt_logprobs": prompts[0]}
+
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], **more: Any) -> bytes:
         return encode(
             {"id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices, "usage": usage} | more
@@ -128,6 +132,11 @@ class CompletionFormat(Format):
     endpoint = "completions"
     prefix = "cmpl-"
     object = chunk_object = "text_completion"
+
+    def with_prompts(self, choices: list[dict[str, Any]], prompts: list[Any]) -> dict[str, Any]:
+        for choice in choices:
+            choice["prompt_logprobs"] = prompts[choice["index"] // (len(choices) // len(prompts))]
+        return {}
 
     def piece(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> dict[str, Any]:
         return self._chunk([self.choice(index, text, logprobs, reason)], **more)

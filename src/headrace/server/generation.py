@@ -25,6 +25,7 @@ from headrace.server.codec import TextCodec
 from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, error_body
 from headrace.server.limits import refuse_long_text, refuse_shape
 from headrace.server.messages_api import MessagesFormat, message_error, parse_messages
+from headrace.server.prompt import prompt_text, refuse_many
 from headrace.server.report import Ended, traceparent_of
 from headrace.server.responses import StreamAnswer, WholeAnswer
 from headrace.server.responses_api import ResponsesFormat, parse_response
@@ -152,10 +153,10 @@ class Generate:
             raise Unavailable("the model is still loading")
         request: protocol.Common
         tools: structured.Tools | None = None
-        echo: dict[str, Any] = {}
+        given_back: dict[str, Any] = {}
         if self._endpoint != "completions":
             if self._endpoint == "responses":
-                chat, echo = parse_response(body)
+                chat, given_back = parse_response(body)
             else:
                 chat = parse_messages(body) if self._endpoint == "messages" else protocol.parse_chat(body)
             request = chat
@@ -186,6 +187,11 @@ class Generate:
         if request.truncate_prompt_tokens is not None:
             prompts = [ids[-request.truncate_prompt_tokens :] for ids in prompts]
         max_tokens = _max_tokens(prompts, asked, limits.context_length)
+        n, echo, scored = protocol.num_samples(request), protocol.echo(request), protocol.prompt_logprobs(request)
+        copies = n if self._endpoint == "completions" else 1  # each of its choices has them
+        for param, best in (("prompt_logprobs", scored), ("logprobs", logprobs if echo else -1)):
+            if best >= 0:
+                refuse_many(prompts, best, copies, param)
         stream = bool(request.stream)
         salt = f"{tenant}\n{request.cache_salt or ''}"  # one key's prompts are nobody else's to time
         if request.cache_prompt is False:
@@ -195,7 +201,7 @@ class Generate:
             prompts=prompts,
             params=protocol.sampling_params(request, limits, max_tokens, logprobs, grammar),
             seed=protocol.draw_seed(request),
-            num_samples=protocol.num_samples(request),
+            num_samples=n,
             stop=protocol.stop_strings(request),
             include_stop=bool(request.include_stop_str_in_output),
             stream=stream,
@@ -205,6 +211,8 @@ class Generate:
             batch=request.service_tier in ("batch", "flex"),
             deadline_ms=request.deadline_ms,
             calls=structured.calls_of(tools, codec) if tools is not None else None,
+            echo=await app.off_loop(lambda: [prompt_text(codec, ids) for ids in prompts], sum(map(len, prompts))) if echo else (),
+            prompt_logprobs=scored,
         )
         options = request.stream_options
         fmt = FORMATS[self._endpoint](
@@ -215,7 +223,7 @@ class Generate:
         )
         make: type[Answer]
         if isinstance(fmt, ResponsesFormat):
-            fmt.echo = echo
+            fmt.echo = given_back
         if isinstance(fmt, TextFormat):
             make = SingleStream if stream else SingleWhole
         else:

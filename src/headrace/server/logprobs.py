@@ -7,7 +7,7 @@ from typing import Any
 from headrace.request import TokenLogprob
 from headrace.server.codec import TextCodec, TokenText
 
-_LEAST = -9999.0  # JSON has no -Infinity
+LEAST = -9999.0  # JSON has no -Infinity
 
 
 def show(data: bytes) -> str:
@@ -42,7 +42,7 @@ class LogprobWriter:
 
 class ChatLogprobs(LogprobWriter):
     def _entry(self, data: bytes, shown: bytes, logprob: float) -> dict[str, Any]:
-        return {"token": show(data), "logprob": max(logprob, _LEAST), "bytes": list(shown)}
+        return {"token": show(data), "logprob": max(logprob, LEAST), "bytes": list(shown)}
 
     def _form(self, pending: list[tuple[int, TokenText | None, TokenLogprob]]) -> Any:
         content = []
@@ -57,7 +57,11 @@ class ChatLogprobs(LogprobWriter):
 
 
 class CompletionLogprobs(LogprobWriter):
-    _end = 0  # where the last token's text ended, in characters
+    """`offset`: characters of the choice's text in front of the sample's, which is where the prompt is repeated."""
+
+    def __init__(self, codec: TextCodec, offset: int = 0) -> None:
+        super().__init__(codec)
+        self._offset = self._end = offset  # where the last token's text ended
 
     def _form(self, pending: list[tuple[int, TokenText | None, TokenLogprob]]) -> Any:
         tokens: list[str] = []
@@ -67,15 +71,15 @@ class CompletionLogprobs(LogprobWriter):
         for token, text, it in pending:
             shown = show(self._codec.token_bytes(token))
             tokens.append(shown)
-            values.append(max(it.logprob, _LEAST))
+            values.append(max(it.logprob, LEAST))
             if text is not None:
-                offsets.append(text.offset)
-                self._end = text.offset + len(shown)
+                offsets.append(self._offset + text.offset)
+                self._end = offsets[-1] + len(shown)
             else:
                 offsets.append(self._end)
             top: dict[str, float] = {}
             for other, value in zip(it.top_ids, it.top_logprobs, strict=True):
-                top.setdefault(show(self._codec.token_bytes(other)), max(value, _LEAST))
-            top.setdefault(shown, max(it.logprob, _LEAST))
+                top.setdefault(show(self._codec.token_bytes(other)), max(value, LEAST))
+            top.setdefault(shown, max(it.logprob, LEAST))
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

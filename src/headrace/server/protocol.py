@@ -25,7 +25,7 @@ MAX_PROMPTS = 256
 MAX_STOP_IDS = 64
 MAX_ALLOWED_IDS = 1 << 14
 MAX_BIASES = 1024
-MAX_CHAT_LOGPROBS = 20
+MAX_CHAT_LOGPROBS = MAX_PROMPT_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_MESSAGES = 4096
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -48,7 +48,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "typical_p": (1,),
     "use_beam_search": (False,),
@@ -56,7 +55,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
     "parallel_tool_calls": (True, False),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -108,6 +106,7 @@ class Common(Basic, kw_only=True):
     min_tokens: Count | None = None
     service_tier: Literal["auto", "default", "flex", "batch"] | None = None  # flex and batch fill what others leave idle
     cache_prompt: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     response_format: structured.ResponseFormat | None = None
     structured_outputs: structured.StructuredOutputs | None = None
@@ -145,6 +144,7 @@ class ChatRequest(Common, kw_only=True):
 
 class CompletionRequest(Common, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
 
@@ -205,6 +205,8 @@ def decode_request(decoder: msgspec.json.Decoder[Any], body: bytes, refused: dic
         value = getattr(request, name)
         if value is not UNSET and value is not None and not any(type(value) is type(each) and value == each for each in neutral):
             raise UnsupportedParameter(f"{name}: not supported by this server", param=name)
+    if getattr(request, "prompt_logprobs", None) is not None and request.stream:
+        raise InvalidRequest("prompt_logprobs: not together with stream", param="prompt_logprobs")
     if getattr(request, "stream_options", None) is not None and not request.stream:
         raise InvalidRequest("stream_options: only with stream set to true", param="stream_options")
     return request
@@ -361,8 +363,19 @@ def sampling_params(request: Common, limits: Limits, max_tokens: int, logprobs: 
         stop_token_ids=tuple(stops),
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,
+        prompt_logprobs=max(prompt_logprobs(request), logprobs if echo(request) else -1),
         allowed_token_ids=array("i", allowed).tobytes(),
     )
+
+
+def echo(request: Common) -> bool:
+    """The answer begins with its prompt."""
+    return isinstance(request, CompletionRequest) and bool(request.echo)
+
+
+def prompt_logprobs(request: Common) -> int:
+    """-1: not asked for."""
+    return -1 if request.prompt_logprobs is None else request.prompt_logprobs
 
 
 def _distinct_ids(name: str, ids: list[int] | None, limits: Limits) -> list[int]:

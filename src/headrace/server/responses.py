@@ -10,6 +10,14 @@ from headrace.server.formats import DONE, ChatFormat, encode, event
 from headrace.server.sample import Sample
 
 
+def echoed_logprobs(part: Part) -> dict[str, Any] | None:
+    """Those of a prompt that its answers begin with, in their form."""
+    work = part.answer.work
+    if not work.echo or work.params.logprobs < 0 or part.scores is None:
+        return None
+    return part.scores.echoed(work.params.logprobs)
+
+
 class StreamAnswer(Answer):
     """Server-sent events: one write a step."""
 
@@ -42,6 +50,8 @@ class StreamAnswer(Answer):
                 opening = self.format.opening(sample.index)
                 if opening:
                     out.append(opening)
+                if self.work.echo:
+                    out.append(event(self.format.piece(sample.index, part.echo, echoed_logprobs(part))))
             if sample.calls is not None and sample.finish in (None, "stop", "length"):
                 if chunks := self._calls(sample, deltas):
                     out.append(chunks)
@@ -117,13 +127,21 @@ class WholeAnswer(Answer):
         if over and all(other.done or other is part for other in self.parts):
             part.done = True
             self._complete()
-            choices = [self._choice(sample) for each in self.parts for sample in each.samples]
-            body = self.format.whole(choices, self.usage(), timings=self.timings(), seed=self.work.seed)
+            choices = [self._choice(each, sample) for each in self.parts for sample in each.samples]
+            more: dict[str, Any] = {}
+            if self.work.prompt_logprobs >= 0:
+                more = self.format.with_prompts(choices, [self._prompt_logprobs(each) for each in self.parts])
+            body = self.format.whole(choices, self.usage(), timings=self.timings(), seed=self.work.seed, **more)
             self.wire.respond(200, JSON_HEADERS + self.headers(), body)
         return over
 
-    def _choice(self, sample: Sample) -> dict[str, Any]:
+    def _prompt_logprobs(self, part: Part) -> list[dict[str, Any] | None]:
+        return part.scores.described(self.work.prompt_logprobs) if part.scores is not None else []
+
+    def _choice(self, part: Part, sample: Sample) -> dict[str, Any]:
         logprobs = sample.logprob_writer.take() if sample.logprob_writer else None
         if sample.calls is not None:
             return cast("ChatFormat", self.format).choice_of(sample.index, sample.calls.message(), logprobs, sample.said_reason)
-        return self.format.choice(sample.index, "".join(sample.text), logprobs, sample.finish or "stop")
+        if logprobs is not None and (prompt := echoed_logprobs(part)) is not None:
+            logprobs = {name: prompt[name] + values for name, values in logprobs.items()}
+        return self.format.choice(sample.index, "".join((part.echo, *sample.text)), logprobs, sample.finish or "stop")

@@ -7,8 +7,8 @@ from typing import Any
 
 from headrace.server.calls import Calls, SampleCalls
 from headrace.server.codec import Detokenizer
+from headrace.server.listener import OpenSample
 from headrace.server.logprobs import LogprobWriter
-from headrace.server.worker import OpenSample
 
 
 class Sample(OpenSample):

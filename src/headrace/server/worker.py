@@ -14,16 +14,15 @@ import socket
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Protocol
 
 import msgspec
 
 from headrace import errors
 from headrace.errors import EngineFailed, HeadraceError, RequestError
-from headrace.request import PROTOCOL_VERSION, Abort, FinishReason, StepEvents, Submit, TokenLogprob
+from headrace.request import PROTOCOL_VERSION, Abort, StepEvents, Submit
+from headrace.server.listener import Listener
 from headrace.server.messages import (
     EngineSettings,
     Fatal,
@@ -45,38 +44,6 @@ _SEND_BUFFER_BYTES = 1 << 20
 _MAX_CRASHES = 3  # in _CRASH_WINDOW_S; one more is not bad luck
 _CRASH_WINDOW_S = 60.0
 _MAX_REQUEST_CRASHES = 2
-
-
-class OpenSample:
-    """What has come back of one sample. The worker only appends; the listener reads in `flush`, and sets `finish`: how it ended for the
-    client, which a stop string decides before the engine does. `reason` is the engine's own."""
-
-    __slots__ = ("finish", "logprobs", "reason", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens: array[int] = array("i")
-        self.logprobs: list[TokenLogprob | None] = []
-        self.reason: FinishReason | None = None
-        self.finish: str | None = None
-
-
-class Listener(Protocol):
-    """Hears about one submitted request. Called on the event loop, and must not raise."""
-
-    @property
-    def samples(self) -> Sequence[OpenSample]: ...
-
-    def admitted(self, time: float, cached_tokens: int) -> None:
-        """Scheduled for the first time (again after a crash)."""
-
-    def stalled(self, seconds: float) -> None:
-        """It ran again after that much lost time."""
-
-    def flush(self, time: float) -> bool:
-        """Samples got tokens or reasons in a step that ended at `time`. True: it is over, whatever the engine still does."""
-
-    def failed(self, error: RequestError) -> None:
-        """It ends here."""
 
 
 class _Entry:
@@ -310,6 +277,10 @@ class Worker:
             if entry is not None and entry.samples[sample].reason is None:
                 entry.samples[sample].reason = reason
                 touched[request_id] = entry
+        for request_id, told in events.prompts:
+            entry = table.get(request_id)
+            if entry is not None:
+                entry.listener.scored(told)
         for refusal in events.refused:
             entry = table.pop(refusal.request_id, None)
             if entry is not None:
