@@ -91,8 +91,9 @@ native: $(DEV_READY)
 
 # The native code under the address and undefined-behaviour sanitizers: every kernel at every level, the packers, whole programs, the readers'
 # mutations. The interpreter is not built with them, so their libraries come first; what it leaks is not ours. An editable install finds its
-# own module before PYTHONPATH does, hence the plugin. Ten minutes: `make test` has the packers alone (tests/fuzz_pack.cpp).
-SANITIZED := $(patsubst %,tests/test_%.py,pack linear gemm_bf16 rowwise attention sampling families gguf safetensors loader golden_tiny promise numerics)
+# own module before PYTHONPATH does, hence the plugin. A quarter of an hour: `make test` has the packers alone (tests/fuzz_pack.cpp).
+SANITIZED := $(patsubst %,tests/test_%.py,pack linear gemm_bf16 rowwise attention sampling families gguf safetensors loader golden_tiny promise numerics \
+  prompt_logprobs embeddings)
 SANITIZERS = $(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(library)))
 sanitize: $(DEV_READY)
 	PYTHONPATH=$(abspath $(TOOLS)) cmake -G Ninja -S . -B build/sanitize -DHEADRACE_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(DEV_PYTHON)) > /dev/null

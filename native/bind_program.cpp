@@ -185,6 +185,14 @@ void bind_program(nb::module_& m) {
           "chunks"_a, "copies"_a, "One step; returns the rows of logits.")
       .def("sample", &sample, "rows"_a, "at"_a, "masks"_a, "tops"_a)
       .def("score", &score, "row"_a, "first"_a, "stop"_a, "at"_a, "tops"_a)
+      .def(
+          "pool",
+          [](const Program& p, int x, uintptr_t w, double eps, int64_t k, int64_t first, int64_t count, uintptr_t sum) {
+            check(first >= 0 && count >= 0 && first + count <= p.num_rows(), "[Program.pool] first, count: out of the step's rows");
+            nb::gil_scoped_release release;
+            p.pool(x, floats(w), eps, k, first, count, reinterpret_cast<double*>(sum));
+          },
+          "x"_a, "weight"_a, "eps"_a, "k"_a, "first"_a, "count"_a, "sum"_a)
       .def("logits_address", [](Program& p) { return reinterpret_cast<uintptr_t>(p.logits()); })
       .def("profile", &Program::profile, "on"_a)
       .def(

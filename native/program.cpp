@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -288,6 +289,17 @@ void Program::score(int row, int64_t first, int64_t stop, int64_t at, int tops, 
         }
       },
       &call);
+}
+
+void Program::pool(int x, const float* weight, double eps, int64_t k, int64_t first, int64_t count, double* sum) const {
+  const Buffer& buffer = buffers_[static_cast<size_t>(x)];
+  for (int64_t row = first; row < first + count; row++) {
+    const float* values = buffer.data + row * buffer.columns;
+    double squares = 0;
+    for (int64_t i = 0; i < k; i++) squares += static_cast<double>(values[i]) * values[i];
+    const double scale = 1 / std::sqrt(squares / static_cast<double>(k) + eps);
+    for (int64_t i = 0; i < k; i++) sum[i] += values[i] * scale * weight[i];
+  }
 }
 
 void Program::profile(bool on) {

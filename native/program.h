@@ -101,8 +101,13 @@ class Program {
   // plus one; the `tops` best: [n][tops].
   void score(int row, int64_t first, int64_t stop, int64_t at, int tops, float* logprobs, int32_t* ranks, int32_t* top_ids, float* top_logprobs);
 
+  // Adds rms_norm(x) * weight of rows [first, first + count) of the step to sum[columns of the norm]: rows one by one, so that the bits do not
+  // depend on how a prompt is cut.
+  void pool(int x, const float* weight, double eps, int64_t k, int64_t first, int64_t count, double* sum) const;
+
   float* logits() const { return buffers_[static_cast<size_t>(logits_)].data; }
   int num_tokens(int row) const { return rows_[static_cast<size_t>(row)].num_tokens; }
+  int64_t num_rows() const { return num_rows_; }        // tokens of the last step
   int64_t num_logits() const { return num_selected_; }  // rows of the last step
   int64_t vocab() const { return limits_.vocab; }
   const ProgramLimits& limits() const { return limits_; }

@@ -13,7 +13,7 @@ from headrace.engine.plan import Plan
 from headrace.engine.prefix import PrefixHasher
 from headrace.engine.scheduler import Scheduler
 from headrace.executors.simulated import SimulatedExecutor, StepCost, VirtualClock, choose_token, extend_history
-from headrace.request import Abort, Command, FinishReason, SamplingParams, StepEvents, Submit
+from headrace.request import Abort, Command, Embedding, FinishReason, SamplingParams, StepEvents, Submit
 
 FUZZ = float(os.environ.get("HEADRACE_FUZZ", "1"))  # multiplies how much is tried
 VOCAB = 5
@@ -64,6 +64,8 @@ def expected_scores(command: Submit) -> dict[int, float]:
         history = extend_history(history, token)
         scores[position] = -float(history >> 48)
     del scores[0]
+    if command.params.embed:
+        return {-1: 1.0}  # that it was told
     return scores if command.params.prompt_logprobs >= 0 else {}
 
 
@@ -168,6 +170,10 @@ class World:
         for request_id, told in events.prompts:
             heard = self.heard[request_id]
             assert self.restarts or not any(heard.answers), "scores after the first token"
+            if isinstance(told, Embedding):
+                assert array("f", told.vector)[0] == sum(array("i", heard.command.prompt))
+                heard.scores[-1] = 1.0
+                continue
             assert len(told.top_ids) == len(told.logprobs) * heard.command.params.prompt_logprobs
             for position, value in enumerate(array("f", told.logprobs), told.first):
                 assert heard.scores.setdefault(position, value) == value
@@ -299,6 +305,7 @@ def random_submit(rng: random.Random, request_id: int, now: float, prompts: list
         stop_token_ids=(3,) if rng.random() < 0.1 else (),
         logprobs=2 if rng.random() < 0.1 else -1,
         prompt_logprobs=rng.choice([0, 2]) if rng.random() < 0.15 else -1,
+        embed=rng.random() < 0.05,
         seed=rng.randrange(3),
         received=now,
         num_samples=rng.choice([1, 1, 1, 2, 4]),

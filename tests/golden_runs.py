@@ -15,7 +15,7 @@ import numpy as np
 from headrace.config import BLOCK_TOKENS, EngineConfig
 from headrace.engine.plan import Chunk, NewRow, Plan
 from headrace.executors.native import NativeExecutor
-from headrace.models import loader
+from headrace.models import families, loader
 from headrace.models.hub import default_model_path
 from headrace.request import SamplingParams
 
@@ -69,6 +69,17 @@ def safetensors(folder: Path) -> dict[str, np.ndarray]:
                 value = np.frombuffer(raw, {"F16": "<f2", "F32": "<f4"}[entry["dtype"]]).astype(np.float32)
             tensors[name] = value.reshape(entry["shape"])
     return tensors
+
+
+def canonical(name: str) -> tuple[Any, dict[str, np.ndarray]]:
+    """The configuration and the weights by canonical name, read by the tests' own reader."""
+    with families.open_source(GOLDEN / "tiny" / name) as source:
+        config = families.describe(source).config
+    values = safetensors(GOLDEN / "tiny" / name)
+    found = {key: values.get(families.HF_NAMES[kind].format(layer)) for key, kind, layer, _ in families.shapes(config)}
+    if config.tie_embeddings:
+        found["head"] = found["embed"]
+    return config, {key: value for key, value in found.items() if value is not None}
 
 
 def copy_with_zeros(folder: Path, target: Path, tensor: str) -> None:

@@ -43,21 +43,10 @@ def tensors(name: str) -> list[str]:
     return sorted(golden_runs.safetensors(GOLDEN / "tiny" / name))
 
 
-def canonical(name: str) -> tuple[Any, dict[str, np.ndarray]]:
-    """The configuration and the weights by canonical name, read by the tests' own reader."""
-    with families.open_source(GOLDEN / "tiny" / name) as source:
-        config = families.describe(source).config
-    values = golden_runs.safetensors(GOLDEN / "tiny" / name)
-    found = {key: values.get(families.HF_NAMES[kind].format(layer)) for key, kind, layer, _ in families.shapes(config)}
-    if config.tie_embeddings:
-        found["head"] = found["embed"]
-    return config, {key: value for key, value in found.items() if value is not None}
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_recorded_network(name: str) -> None:
     """The recording, run in float64, is the network: what differs is transformers' own float32 norms and rotations."""
-    config, weights = canonical(name)
+    config, weights = golden_runs.canonical(name)
     expected = golden(f"tiny/{name}/logits")
     logits = interpreter.logits(config, weights, expected["ids"].tolist())
     assert np.abs(logits - expected["logits"]).max() <= 4 * expected["float32_error"]
@@ -102,7 +91,7 @@ def test_settings_matter(name: str, tmp_path: Path) -> None:
 
 def test_recording_has_no_default_left() -> None:
     """The tiny models between them use every part of the configuration that changes the network."""
-    configs = [canonical(name)[0] for name in TINY]
+    configs = [golden_runs.canonical(name)[0] for name in TINY]
     assert {c.architecture for c in configs} == set(families.ARCHITECTURES)
     assert {c.rope.scaling for c in configs} == {"none", "linear", "llama3", "yarn"}
     for field in ("tie_embeddings", "qkv_bias", "qk_norm"):

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from scripted_engine import ServerProcess, wait_for
 
-from headrace.server import messages_api, protocol, responses_api
+from headrace.server import embeddings, messages_api, protocol, responses_api
 
 USER = [{"role": "user", "content": "hi"}]
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -21,18 +21,21 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": USER, "max_tokens": 16},
+    "/v1/embeddings": {"input": "hi"},
 }
 TYPES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": protocol.ChatRequest,
     "/v1/completions": protocol.CompletionRequest,
     "/v1/responses": responses_api.ResponsesRequest,
     "/v1/messages": messages_api.MessagesRequest,
+    "/v1/embeddings": embeddings.EmbeddingsRequest,
 }
 REFUSED = {
     "/v1/chat/completions": protocol.REFUSED,
     "/v1/completions": protocol.REFUSED | protocol.REFUSED_IN_COMPLETIONS,
     "/v1/responses": responses_api.REFUSED,
     "/v1/messages": messages_api.REFUSED,
+    "/v1/embeddings": embeddings.REFUSED,
 }
 # field -> good values, values out of range. A field whose good value depends on the endpoint is in SPECIAL.
 TOO_LARGE = 2**31
@@ -71,6 +74,7 @@ TABLE: dict[str, tuple[list[Any], list[Any]]] = {
     "cache_salt": (["s"], ["s" * 1025]),
     "service_tier": (["auto"], ["fast"]),
     "cache_prompt": ([False, True], []),
+    "encoding_format": (["float", "base64"], ["int8"]),
     "echo": ([False, True], []),
     "prompt_logprobs": ([0, 20], [-1, 21, TOO_LARGE]),
     "truncate_prompt_tokens": ([1], [0, TOO_LARGE]),
@@ -90,6 +94,7 @@ TABLE: dict[str, tuple[list[Any], list[Any]]] = {
 SPECIAL: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     ("/v1/chat/completions", "logprobs"): ([False, True], []),
     ("/v1/completions", "logprobs"): ([0, 5], [-1, 6]),
+    ("/v1/embeddings", "input"): (["a", [1], ["a", "b"], [[1], [2]]], [[], "", [[]], [-1], ["a"] * 257]),
 }
 TEXTS = ("model", "prompt", "input", "instructions", "system", "stop", "cache_salt", "guided_regex", "guided_grammar")
 OBJECTS = ("logit_bias", "stream_options", "response_format", "structured_outputs", "guided_json")

@@ -142,6 +142,25 @@ def test_a_prompt_is_scored_as_it_would_have_been_written(server: HeadraceServe)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_embeddings(server: HeadraceServe) -> None:
+    """Near texts are near; the same bits alone, together, twice, and beside answers."""
+    texts = ["The cat sat on the mat.", "A cat is sitting on a mat.", "Stock prices fell sharply on Monday."]
+
+    def ask(given: Any) -> list[list[float]]:
+        status, body = server.post("/v1/embeddings", {"input": given})
+        assert status == 200, body
+        return [each["embedding"] for each in body["data"]]
+
+    first, second, other = vectors = ask(texts)
+    assert {len(vector) for vector in vectors} == {576}
+    near, far = (sum(a * b for a, b in zip(first, vector, strict=True)) for vector in (second, other))
+    assert far < near < 1
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(server.complete, text, max_tokens=20) for text in texts]
+        assert [pool.submit(ask, text).result(30) for text in texts] == [[vector] for vector in vectors]
+        assert all(answer.result(30) for answer in answers)
+
+
 def test_same_answer_whatever_else_runs(server: HeadraceServe) -> None:
     alone = server.complete("The water of the river", max_tokens=20)["choices"]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:

@@ -33,6 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False  # the model's own end tokens do not end it
     grammar: str = ""  # what the text must match (text/grammar.py); its end ends the sample, whatever min_tokens says
     prompt_logprobs: int = -1  # -1: none; k: of each token of the prompt but the first, and of the k best in its place
+    embed: bool = False  # the prompt's embedding is told; the answer, one token, means nothing
     allowed_token_ids: bytes = b""  # int32 ids; no other token is possible, end tokens included. Empty: all are
 
     @property
@@ -74,7 +75,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...]
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Log-probabilities of consecutive tokens of a prompt and of the k best in each one's place, best first. Without penalties or bias."""
 
     first: int  # position of the first of them
@@ -82,6 +83,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ranks: bytes  # int32 [n], 1: no other was more likely
     top_ids: bytes  # int32 [n][k]
     top_logprobs: bytes  # float32 [n][k]
+
+
+class Embedding(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A prompt as a vector of length 1: the mean over its tokens of what the last layer leaves, normed."""
+
+    vector: bytes  # float32 [hidden size]
+
+
+PromptTold = PromptLogprobs | Embedding
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
@@ -124,4 +134,4 @@ class StepEvents(msgspec.Struct, tag=True, array_like=True):
     stalled: list[tuple[int, float]]  # request, seconds it lost to preemption, when it runs again
     refused: list[Refusal]
     stats: EngineStats | None = None
-    prompts: list[tuple[int, PromptLogprobs]] = []  # request; told again when it is computed again
+    prompts: list[tuple[int, PromptTold]] = []  # request; told again when it is computed again

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from headrace.engine.plan import Plan
-from headrace.request import PromptLogprobs, TokenLogprob
+from headrace.request import PromptTold, TokenLogprob
 
 
 class Executor(Protocol):
@@ -25,10 +25,13 @@ class Executor(Protocol):
 
 
 class Scorer(Protocol):
-    """What an executor may offer beside: log-probabilities of prompts."""
+    """What an executor may offer beside: log-probabilities and embeddings of prompts."""
 
-    def score(self, plan: Plan) -> list[PromptLogprobs]:
-        """One entry for each of `plan.scored`, after `forward` and before `sample`. The last row of a prompt is the sample's."""
+    def score(self, plan: Plan) -> list[PromptTold | None]:
+        """One entry for each of `plan.scored`, after `forward` and before `sample`; none where a prompt's embedding is not complete.
+
+        The last row of a prompt is the sample's.
+        """
 
 
 class Grammars(Protocol):

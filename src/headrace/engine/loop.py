@@ -38,7 +38,7 @@ class StepRecord(NamedTuple):
 
 
 class Engine:
-    """`grammars` holds what rows may say, `scorer` is the executor where prompts' log-probabilities can be asked for; `record` is told
+    """`grammars` holds what rows may say, `scorer` is the executor where things of prompts can be asked for; `record` is told
     each command and each step."""
 
     def __init__(

@@ -50,7 +50,8 @@ class Plan:
     new_rows: list[NewRow] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # row, index of the first, block ids
-    # Chunks, ascending, whose rows of logits up to the one of the prompt's last token are for log-probabilities of the prompt.
+    # Chunks, ascending, of prompts of which something is told: an embedding, or log-probabilities, for which are the rows of logits up to
+    # the one of the prompt's last token.
     scored: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # block copies (from, to), in any order: copy on write
 

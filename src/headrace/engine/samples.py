@@ -108,8 +108,8 @@ class Request:
         self.id = submit.request_id
         self.submit = submit
         self.num_prompt = size
-        # Tokens of the prompt after which the next one's log-probability is told, or not asked for.
-        self.num_scored = size - 1 if params.prompt_logprobs < 0 else 0
+        # Tokens of the prompt after which the next one's log-probability is told, or not asked for; -1: an embedding is.
+        self.num_scored = -1 if params.embed else size - 1 if params.prompt_logprobs < 0 else 0
         self.end_token_ids = (() if params.ignore_eos else end_token_ids) + params.stop_token_ids
         self.ends = frozenset(self.end_token_ids)
         self.links: list[Prefix] = []  # names of the prompt's full blocks, made when first looked for
@@ -127,7 +127,7 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """No log-probability of its prompt is left to be told."""
+        """Nothing of its prompt is left to be told, for which each of its rows must be computed."""
         return self.num_scored == self.num_prompt - 1
 
     def activate(self, sample: Sample, now: float) -> float:

@@ -22,7 +22,7 @@ from headrace.engine.scoring import Scoring
 from headrace.engine.sharing import Sharing
 from headrace.engine.tally import Finished, Tally, events_between_steps
 from headrace.errors import InvalidRequest, QueueFull, UsageError
-from headrace.request import FinishReason, PromptLogprobs, StepEvents, Submit, TokenLogprob
+from headrace.request import FinishReason, PromptTold, StepEvents, Submit, TokenLogprob
 
 _FOREVER = 1 << 60  # steps, when nothing bounds them
 
@@ -151,7 +151,7 @@ class Scheduler:
         return plan
 
     def commit(
-        self, plan: Plan, tokens: list[int], logprobs: Sequence[TokenLogprob | None] = (), scores: Sequence[PromptLogprobs] = ()
+        self, plan: Plan, tokens: list[int], logprobs: Sequence[TokenLogprob | None] = (), scores: Sequence[PromptTold | None] = ()
     ) -> StepEvents:
         """The plan was executed, and `tokens` chosen: one for each chunk that samples, in order. Returns what the outside must hear."""
         wanted = sum([chunk.samples for chunk in plan.chunks])

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: which rows of logits a step makes for them, and what is told."""
+"""What is told of prompts: their log-probabilities, and which rows of logits a step makes for these; their embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace.config import SCORED_ROWS
 from headrace.engine.plan import Plan
 from headrace.engine.samples import Request, Sample
-from headrace.request import PromptLogprobs
+from headrace.request import PromptTold
 
 
 class Scoring:
@@ -27,6 +27,9 @@ class Scoring:
 
     def cut(self, plan: Plan, request: Request, start: int, stop: int) -> tuple[int, int]:
         """Where the plan's next chunk, from `start` up to `stop` of a prompt that is not scored, must stop, and its first row of logits."""
+        if request.submit.params.embed:
+            plan.scored.append(len(plan.chunks))
+            return stop, stop
         first = max(start, request.num_scored)
         stop = min(stop, request.num_prompt, first + self._left)
         first = min(first, stop)
@@ -35,10 +38,11 @@ class Scoring:
             plan.scored.append(len(plan.chunks))
         return stop, first
 
-    def commit(self, plan: Plan, scheduled: Sequence[Sample], scores: Sequence[PromptLogprobs]) -> list[tuple[int, PromptLogprobs]]:
+    def commit(self, plan: Plan, scheduled: Sequence[Sample], scores: Sequence[PromptTold | None]) -> list[tuple[int, PromptTold]]:
         """The plan was executed. Returns what the outside must hear."""
         samples = [scheduled[number] for number in plan.scored]
         for number, sample in zip(plan.scored, samples, strict=True):
             request = sample.request
-            request.num_scored = max(request.num_scored, min(plan.chunks[number].stop, request.num_prompt - 1))
-        return [(sample.request_id, each) for sample, each in zip(samples, scores, strict=False)]
+            stop = plan.chunks[number].stop - request.submit.params.embed  # which is complete only with the last token
+            request.num_scored = max(request.num_scored, min(stop, request.num_prompt - 1))
+        return [(sample.request_id, told) for sample, told in zip(samples, scores, strict=False) if told is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.engine.blocks import BlockPool
-from headrace.request import EngineStats, FinishReason, PromptLogprobs, Refusal, StepEvents, TokenLogprob
+from headrace.request import EngineStats, FinishReason, PromptTold, Refusal, StepEvents, TokenLogprob
 
 Finished = list[tuple[int, int, FinishReason]]
 
@@ -51,7 +51,7 @@ class Tally:
         logprobs: Sequence[TokenLogprob | None],
         finished: Finished,
         stats: EngineStats,
-        prompts: list[tuple[int, PromptLogprobs]],
+        prompts: list[tuple[int, PromptTold]],
     ) -> StepEvents:
         """The events of a whole step."""
         events = StepEvents(now, request_ids, samples, tokens, list(logprobs), self.admitted, finished, self.stalled, [], stats, prompts)

@@ -15,6 +15,15 @@ Array = npt.NDArray[np.float64]
 
 def logits(config: ModelConfig, weights: Mapping[str, npt.NDArray[np.floating]], tokens: Sequence[int]) -> Array:
     """Logits [len(tokens), vocab] of a whole prompt. `weights`: canonical name -> [n, k] matrices and vectors, any float type."""
+    return _run(config, weights, tokens)["logits"]
+
+
+def hidden(config: ModelConfig, weights: Mapping[str, npt.NDArray[np.floating]], tokens: Sequence[int]) -> Array:
+    """What the head is given, normed: [len(tokens), hidden size]."""
+    return _run(config, weights, tokens)["h"]
+
+
+def _run(config: ModelConfig, weights: Mapping[str, npt.NDArray[np.floating]], tokens: Sequence[int]) -> dict[str, Array]:
     weight = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
     table = decoder.rope_table(config, len(tokens)).astype(np.float64)
     values: dict[str, Array] = {}
@@ -39,7 +48,7 @@ def logits(config: ModelConfig, weights: Mapping[str, npt.NDArray[np.floating]],
                 values[op.out] = values[op.x] + values[op.y]
             case decoder.Select():
                 values[op.out] = values[op.x]
-    return values["logits"]
+    return values
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:

@@ -17,7 +17,7 @@ from headrace.config import BLOCK_TOKENS, EngineConfig, ModelConfig
 from headrace.engine.plan import NewRow, Plan
 from headrace.kernels import native
 from headrace.models import decoder
-from headrace.request import PromptLogprobs, TokenLogprob
+from headrace.request import Embedding, PromptLogprobs, PromptTold, TokenLogprob
 
 FORMATS = {"q4_0": 0, "q4_1": 1, "q8_0": 2, "bf16": 3}
 PANEL = 32
@@ -70,6 +70,8 @@ class NativeExecutor:
         self._biases = lowering.biases  # the program points into them
         self._max_logprobs = [-1] * config.max_batch_size
         self._prompts = [(0, 0)] * config.max_batch_size  # tokens, and `prompt_logprobs`
+        self._sums: dict[int, npt.NDArray[np.float64]] = {}  # of rows whose embedding is in the making
+        self._pooled = lowering.x, model.weights["final_norm"].ctypes.data, shape.norm_eps, shape.hidden_size
         self._num_logits = 0
 
     def forward(self, plan: Plan) -> None:
@@ -105,12 +107,17 @@ class NativeExecutor:
             for i, row in enumerate(rows)
         ]
 
-    def score(self, plan: Plan) -> list[PromptLogprobs]:
+    def score(self, plan: Plan) -> list[PromptTold | None]:
         ends = list(accumulate(chunk.stop - chunk.logits_start for chunk in plan.chunks))
-        found = []
+        token_ends = list(accumulate(chunk.num_tokens for chunk in plan.chunks))
+        found: list[PromptTold | None] = []
         for number in plan.scored:
-            row, _, stop, first, _ = plan.chunks[number]
+            row, start, stop, first, _ = plan.chunks[number]
             num_prompt, tops = self._prompts[row]
+            if (total := self._sums.get(row)) is not None:
+                self.program.pool(*self._pooled, token_ends[number] - (stop - start), stop - start, total.ctypes.data)
+                found.append(Embedding(_unit(total).tobytes()) if stop == num_prompt else None)
+                continue
             told = self.program.score(row, first, min(stop, num_prompt - 1), ends[number] - (stop - first), tops)
             found.append(PromptLogprobs(first + 1, *told))
         return found
@@ -133,6 +140,9 @@ class NativeExecutor:
         p = new.params
         self._max_logprobs[new.row] = p.logprobs
         self._prompts[new.row] = new.num_prompt, p.prompt_logprobs
+        self._sums.pop(new.row, None)
+        if p.embed:
+            self._sums[new.row] = np.zeros(self.model.config.hidden_size)
         self.program.set_row(
             row=new.row, tokens=new.tokens, num_prompt=new.num_prompt, temperature=p.temperature, top_p=p.top_p, min_p=p.min_p,
             top_k=p.top_k, repetition=p.repetition_penalty, presence=p.presence_penalty, frequency=p.frequency_penalty,
@@ -246,6 +256,11 @@ class _Lowering:
 
     def _floats(self, name: str) -> int:
         return int(self.model.weights[name].ctypes.data)
+
+
+def _unit(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """The vector at length 1; zeros stay."""
+    return (vector / (np.sqrt(vector @ vector) or 1.0)).astype(np.float32)
 
 
 def _panels(n: int) -> int:

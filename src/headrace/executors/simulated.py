@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from headrace.config import BLOCK_TOKENS
 from headrace.engine.plan import NewRow, Plan
-from headrace.request import PromptLogprobs, TokenLogprob
+from headrace.request import Embedding, PromptLogprobs, PromptTold, TokenLogprob
 
 _WORD = (1 << 64) - 1
 
@@ -69,12 +69,13 @@ def choose_token(history: int, seed: int, sample_index: int, vocab_size: int, fo
 
 
 class _Row:
-    __slots__ = ("histories", "new", "table", "tokens")
+    __slots__ = ("histories", "new", "table", "tokens", "total")
 
     def __init__(self, new: NewRow) -> None:
         self.new = new
         self.tokens = array("i", new.tokens)
         self.table: list[int] = []
+        self.total = 0
         self.histories: list[int] = []  # after each token
         for token in self.tokens:
             self.remember(token)
@@ -144,12 +145,16 @@ class SimulatedExecutor:
             logprobs.append(TokenLogprob(-1.0, (token,) * best, (-1.0,) * best) if best >= 0 else None)
         return tokens, logprobs if any(entry is not None for entry in logprobs) else []
 
-    def score(self, plan: Plan) -> list[PromptLogprobs]:
-        """Made-up numbers that depend on the tokens up to each one alone."""
-        found = []
+    def score(self, plan: Plan) -> list[PromptTold | None]:
+        """Made-up numbers that depend on the tokens up to each one alone; as an embedding, the sum of the tokens computed."""
+        found: list[PromptTold | None] = []
         for number in plan.scored:
             chunk = plan.chunks[number]
             row = self._rows[chunk.row]
+            if row.new.params.embed:
+                row.total += sum(row.tokens[chunk.start : min(chunk.stop, row.new.num_prompt)])
+                found.append(Embedding(array("f", [row.total]).tobytes()) if chunk.stop >= row.new.num_prompt else None)
+                continue
             first, stop, best = chunk.logits_start + 1, min(chunk.stop + 1, row.new.num_prompt), row.new.params.prompt_logprobs
             if not chunk.start < first < stop:
                 raise PagingError(f"{chunk} is to score tokens {first} to {stop} of a prompt of {row.new.num_prompt}")

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from headrace.errors import EngineFailed, RequestError
-from headrace.request import PromptLogprobs, SamplingParams, Submit
+from headrace.request import Embedding, PromptTold, SamplingParams, Submit
 from headrace.server.calls import Calls
 from headrace.server.codec import TextCodec
 from headrace.server.formats import Endpoint, Format, usage
@@ -69,6 +69,7 @@ class Part:
     def __init__(self, answer: Answer, prompt: list[int], samples: Sequence[Sample], echo: str) -> None:
         self.answer = answer
         self.samples: Sequence[Sample] = samples
+        self.vector: bytes | None = None  # the prompt's embedding, float32
         self.echo = echo  # what each sample's text begins with
         self.num_prompt = len(prompt)
         self.scores = PromptScores(answer.codec, prompt, best) if (best := answer.work.params.prompt_logprobs) >= 0 else None
@@ -102,8 +103,10 @@ class Part:
     def stalled(self, seconds: float) -> None:
         self.stalled_s[1 if self.first_at else 0] += seconds
 
-    def scored(self, told: PromptLogprobs) -> None:
-        if self.scores is not None:
+    def scored(self, told: PromptTold) -> None:
+        if isinstance(told, Embedding):
+            self.vector = told.vector
+        elif self.scores is not None:
             self.scores.add(told)
 
     def flush(self, time: float) -> bool:

@@ -105,6 +105,7 @@ class Application:
                 route("/v1/responses", Generate(self, "responses"), "POST"),
                 route("/v1/messages", Generate(self, "messages"), "POST"),
                 route("/v1/messages/count_tokens", tokens.count_tokens, "POST"),
+                route("/v1/embeddings", Generate(self, "embeddings"), "POST"),
                 route("/v1/models", self._models, "GET"),
                 route("/v1/models/{name:path}", self._model, "GET"),
                 route("/tokenize", tokens.tokenize, "POST"),

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.errors import RequestError
 
-Endpoint = Literal["chat", "completions", "responses", "messages"]
+Endpoint = Literal["chat", "completions", "responses", "messages", "embeddings"]
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00"  # stands for the text while the bytes around it are made; no id or model name has it

@@ -22,6 +22,7 @@ from headrace.errors import (
 from headrace.server import protocol, structured
 from headrace.server.answer import JSON_HEADERS, Answer, Work, retry_headers
 from headrace.server.codec import TextCodec
+from headrace.server.embeddings import EmbeddingsAnswer, EmbeddingsFormat, parse_embeddings
 from headrace.server.formats import ChatFormat, CompletionFormat, Endpoint, Format, error_body
 from headrace.server.limits import refuse_long_text, refuse_shape
 from headrace.server.messages_api import MessagesFormat, message_error, parse_messages
@@ -43,11 +44,13 @@ FORMATS: dict[Endpoint, type[Format]] = {
     "completions": CompletionFormat,
     "responses": ResponsesFormat,
     "messages": MessagesFormat,
+    "embeddings": EmbeddingsFormat,
 }
 # What a chat's fields are called where it is asked for in another form.
 NAMES: dict[Endpoint, dict[str, str]] = {
     "responses": {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"},
     "messages": {"prompt": "messages", "stop": "stop_sequences"},
+    "embeddings": {"prompt": "input"},
 }
 INLINE_CHARS = 4096  # longer text is tokenized off the event loop
 
@@ -154,7 +157,8 @@ class Generate:
         request: protocol.Common
         tools: structured.Tools | None = None
         given_back: dict[str, Any] = {}
-        if self._endpoint != "completions":
+        as_base64 = False
+        if self._endpoint not in ("completions", "embeddings"):
             if self._endpoint == "responses":
                 chat, given_back = parse_response(body)
             else:
@@ -170,7 +174,11 @@ class Generate:
             chars = _check_texts(codec, texts, request, limits, together=True)
             prompts = await app.off_loop(lambda: [codec.encode_chat(messages, tools=specs)], chars)
         else:
-            request = completion = protocol.parse_completion(body)
+            if self._endpoint == "embeddings":
+                completion, as_base64 = parse_embeddings(body)
+            else:
+                completion = protocol.parse_completion(body)
+            request = completion
             asked = completion.max_tokens or protocol.COMPLETION_TOKENS
             logprobs = -1 if completion.logprobs is None else completion.logprobs
             self._check_model(request)
@@ -199,7 +207,7 @@ class Generate:
         work = Work(
             endpoint=self._endpoint,
             prompts=prompts,
-            params=protocol.sampling_params(request, limits, max_tokens, logprobs, grammar),
+            params=protocol.sampling_params(request, limits, max_tokens, logprobs, grammar, embed=self._endpoint == "embeddings"),
             seed=protocol.draw_seed(request),
             num_samples=n,
             stop=protocol.stop_strings(request),
@@ -224,7 +232,10 @@ class Generate:
         make: type[Answer]
         if isinstance(fmt, ResponsesFormat):
             fmt.echo = given_back
-        if isinstance(fmt, TextFormat):
+        if isinstance(fmt, EmbeddingsFormat):
+            fmt.as_base64 = as_base64
+            make = EmbeddingsAnswer
+        elif isinstance(fmt, TextFormat):
             make = SingleStream if stream else SingleWhole
         else:
             make = StreamAnswer if stream else WholeAnswer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.errors import RequestError
-from headrace.request import FinishReason, PromptLogprobs, TokenLogprob
+from headrace.request import FinishReason, PromptTold, TokenLogprob
 
 
 class OpenSample:
@@ -35,8 +35,8 @@ class Listener(Protocol):
     def stalled(self, seconds: float) -> None:
         """It ran again after that much lost time."""
 
-    def scored(self, told: PromptLogprobs) -> None:
-        """Log-probabilities of a piece of its prompt: all of them come before the first `flush`, and again after a crash."""
+    def scored(self, told: PromptTold) -> None:
+        """What it asked of its prompt, or a piece of it: all comes before the first `flush`, and again after a crash."""
 
     def flush(self, time: float) -> bool:
         """Samples got tokens or reasons in a step that ended at `time`. True: it is over, whatever the engine still does."""

@@ -23,7 +23,7 @@ TIME_BUCKETS = (
 )  # fmt: skip
 SIZE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 512.0)
 OUTCOMES = ("stop", "length", "aborted", "refused", "failed")
-ENDPOINTS = ("chat", "completions", "responses", "messages")
+ENDPOINTS = ("chat", "completions", "responses", "messages", "embeddings")
 
 
 class Histogram:

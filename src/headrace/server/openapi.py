@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace import __version__
+from headrace.server.embeddings import EmbeddingsRequest
 from headrace.server.messages_api import CountRequest, MessagesRequest
 from headrace.server.protocol import ChatRequest, CompletionRequest, with_other_fields
 from headrace.server.responses_api import ResponsesRequest
@@ -47,6 +48,7 @@ OPERATIONS = (
     Operation("post", "/v1/responses", "Answer an input; nothing is stored", _with_extras(ResponsesRequest), streams=True),
     Operation("post", "/v1/messages", "Answer a conversation in the Messages form", _with_extras(MessagesRequest), streams=True),
     Operation("post", "/v1/messages/count_tokens", "Count a conversation's tokens", _with_extras(CountRequest)),
+    Operation("post", "/v1/embeddings", "Texts as vectors", _with_extras(EmbeddingsRequest)),
     Operation("get", "/v1/models", "The names the model is served under"),
     Operation("get", "/v1/models/{name}", "One of them"),
     Operation("post", "/tokenize", "A text or a conversation as token ids", TokenizeRequest),

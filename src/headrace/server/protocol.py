@@ -322,7 +322,9 @@ def num_samples(request: Common) -> int:
     return n
 
 
-def sampling_params(request: Common, limits: Limits, max_tokens: int, logprobs: int, grammar: str = "") -> SamplingParams:
+def sampling_params(
+    request: Common, limits: Limits, max_tokens: int, logprobs: int, grammar: str = "", *, embed: bool = False
+) -> SamplingParams:
     """Everything about sampling, with token ids checked against the vocabulary. Raises RequestError."""
     bias: list[tuple[int, float]] = []
     if request.logit_bias:
@@ -364,6 +366,7 @@ def sampling_params(request: Common, limits: Limits, max_tokens: int, logprobs: 
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,
         prompt_logprobs=max(prompt_logprobs(request), logprobs if echo(request) else -1),
+        embed=embed,
         allowed_token_ids=array("i", allowed).tobytes(),
     )
 
