@@ -35,9 +35,9 @@ def usage(completion: int, prompt: int = 10, **more: Any) -> bytes:
 
 @dataclass
 class Reply:
-    """Parts with the seconds to wait before each. `cut`: the connection breaks after them."""
+    """Parts with the seconds to wait before each, or what to wait for. `cut`: the connection breaks after them."""
 
-    parts: list[tuple[float, bytes]]
+    parts: list[tuple[float | asyncio.Event, bytes]]
     status: int = 200
     bytewise: bool = False
     cut: bool = False
@@ -45,7 +45,8 @@ class Reply:
 
 def answer(*texts: str, gap: float = 0.01, first: float = 0.0, **more: Any) -> Reply:
     """A plain stream of one token a chunk, as most servers write it."""
-    parts = [(first, ROLE)] + [(gap, delta(text)) for text in texts]
+    parts: list[tuple[float | asyncio.Event, bytes]] = [(first, ROLE)]
+    parts += [(gap, delta(text)) for text in texts]
     return Reply([*parts, (0.0, delta(None, finish="length")), (0.0, usage(len(texts), **more)), (0.0, DONE)])
 
 
@@ -119,7 +120,9 @@ class Server:
         kind = b"text/event-stream" if reply.status == 200 else b"application/json"
         writer.write(b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ntransfer-encoding: chunked\r\n\r\n" % (reply.status, kind))
         for wait, part in reply.parts:
-            if wait:
+            if isinstance(wait, asyncio.Event):
+                await wait.wait()
+            elif wait:
                 await asyncio.sleep(wait)
             framed = b"%x\r\n%b\r\n" % (len(part), part)
             if reply.bytewise:

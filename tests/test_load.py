@@ -80,14 +80,19 @@ def test_every_time_is_the_servers_within_two_milliseconds() -> None:
 
 
 def test_an_open_loop_does_not_wait_for_the_server() -> None:
-    """The server holds every answer back until all requests are there: a loop that waited would hang."""
-    script_parts = [(0.4, ROLE), (0.0, delta("a")), (0.0, usage(1)), (0.0, DONE)]
-    found, server, zero = drive(lambda number, body: Reply(script_parts), [0.01 * i for i in range(20)])
-    came = sorted(exchange.came - zero for exchange in server.log)
-    assert came[-1] < 0.4
-    assert all(record.ok and (record.end or 0) > 0.4 for record in found.records)
-    assert found.open == 0
-    assert found.done == 20
+    """The server holds every answer back until all requests are there: a loop that waited would never end."""
+    everyone = asyncio.Event()
+
+    def script(number: int, body: Any) -> Reply:
+        if number == 19:
+            everyone.set()
+        return Reply([(everyone, ROLE), (0.0, delta("a")), (0.0, usage(1)), (0.0, DONE)])
+
+    found, server, zero = drive(script, [0.01 * i for i in range(20)], timeout_s=20.0)
+    came = max(exchange.came - zero for exchange in server.log)
+    assert all(record.ok for record in found.records)
+    assert all(record.times[0] >= came for record in found.records)
+    assert (found.open, found.done, found.failed) == (0, 20, 0)
 
 
 def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
@@ -123,7 +128,7 @@ def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
     ],
 )
 def test_what_fails_says_why(reply: Reply, error: str) -> None:
-    record = one(reply, timeout_s=0.2)
+    record = one(reply, timeout_s=0.2 if error == "timeout" else 20.0)
     assert record.error == error
     assert not record.ok
     assert record.end is not None
@@ -238,7 +243,7 @@ def test_a_closed_loop_ends_in_time() -> None:
             return found
 
     found = asyncio.run(go())
-    assert 10 <= len(found.records) <= 30
+    assert 2 <= len(found.records) <= 30
     assert all(record.scheduled < 0.3 for record in found.records)
 
 
@@ -267,7 +272,7 @@ def test_a_turn_waits_for_the_answer_before_it_and_quotes_it(broken: bool) -> No
     said = [[message["content"] for message in exchange.body["messages"]] for exchange in server.log]
     assert said[2] == ["be brief", "one", "so it is", "two", "so it is", "three"]
     for before, after in pairwise(found.records):
-        assert after.scheduled == pytest.approx((before.end or 0) + 0.05, abs=0.02)
+        assert 0.05 <= after.scheduled - (before.end or 0) < 0.5
     assert [record.turn for record in found.records] == [0, 1, 2]
 
 
@@ -289,6 +294,7 @@ def test_how_a_server_counts_is_found() -> None:
         ("h:8000/", "completions", "h", 8000, "/v1/completions", ""),
         ("https://h/v1", "chat", "h", 443, "/v1/chat/completions", ""),
         ("https://h/openai/v1/chat/completions", "chat", "h", 443, "/openai/v1/chat/completions", "/openai"),
+        ("http://h/v1/completions", "chat", "h", 80, "/v1/chat/completions", ""),
         ("http://[::1]:9/v1/", "chat", "::1", 9, "/v1/chat/completions", ""),
     ],
 )
@@ -297,7 +303,7 @@ def test_urls(url: str, endpoint: str, host: str, port: int, path: str, base: st
     assert (target.host, target.port, target.path, target.base) == (host, port, path, base)
 
 
-@pytest.mark.parametrize("url", ["", "ftp://h", "http://", "http://h:port", "http://h?x=1", "http://h:99999"])
+@pytest.mark.parametrize("url", ["", "ftp://h", "http://", "http://h:port", "http://h?x=1", "http://h:99999", "http://h/a b"])
 def test_urls_that_cannot_be(url: str) -> None:
     with pytest.raises(UsageError, match="URL"):
         Target.parse(url)

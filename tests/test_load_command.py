@@ -24,6 +24,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
         assert (told["requests"], told["failed"], told["seed"], told["model"]) == (60, 0, 5, "scripted")
+        assert told["asked"] == "in uniform:10,30, out 6"
         assert told["tokens"]["counted_by"] == {"usage": 60}
         assert told["tokens"]["answer_mean"] == 6
         assert len(list(csv.DictReader(lines.read_text().splitlines()))) == 60

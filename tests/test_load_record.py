@@ -286,7 +286,7 @@ def test_csv_has_a_line_a_request_with_every_chunk() -> None:
     assert (lines[1]["error"], lines[1]["ttft_ms"], lines[1]["tokens"]) == ("timeout", "", "0")
 
 
-ABOUT = {"version": 1, "url": "http://x", "model": "<m>", "load": "closed loop of 2", "seed": 1}
+ABOUT = {"version": 1, "url": "http://x", "model": "<m>", "load": "closed loop of 2", "asked": "in 5, out 6", "seed": 1}
 
 
 def test_the_console_gives_no_throughput_without_latencies(capsys: pytest.CaptureFixture[str]) -> None:

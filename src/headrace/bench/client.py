@@ -48,12 +48,15 @@ class Target:
             host, port = parts.hostname, parts.port
         except ValueError:
             host = port = None
-        if not host or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+        if not host or parts.scheme not in ("http", "https") or parts.query or parts.fragment or any(not "!" <= c <= "~" for c in url):
             raise UsageError(f"URL: expected http://HOST:PORT, or https, got {url!r}")
         if any(not " " < c < "\x7f" for c in api_key):
             raise UsageError("--api-key: expected letters, digits and signs, no spaces")
         tls = parts.scheme == "https"
-        base = parts.path.rstrip("/").removesuffix(PATHS[endpoint].removeprefix("/v1")).removesuffix("/v1")
+        base = parts.path.rstrip("/")
+        for path in PATHS.values():
+            base = base.removesuffix(path)
+        base = base.removesuffix("/v1")
         return cls(host, port or (443 if tls else 80), base + PATHS[endpoint], base, tls, api_key, timeout_s)
 
     def head(self, method: str, path: str, body: bytes) -> bytes:
@@ -93,11 +96,14 @@ class Connection(asyncio.Protocol):
 
     def abort(self, reason: str) -> None:
         """End what is open at once."""
+        self.is_open = False
         if self._transport is not None:
             self._transport.abort()
         self._finish(reason)
 
     def close(self) -> None:
+        """After what was written is sent."""
+        self.is_open = False
         if self._transport is not None:
             self._transport.close()
 
@@ -153,7 +159,6 @@ class Connection(asyncio.Protocol):
             self._end(self._answer)
         if not self._keep:
             self.close()
-            self.is_open = False
 
     def _end(self, answer: Answer) -> None:
         record = answer.record

@@ -41,7 +41,7 @@ def page(told: dict[str, Any], records: Sequence[Record]) -> str:
     if not told["valid"]:
         parts.append(f"<p class=bad>Invalid: the client was the bottleneck: {escape('; '.join(told['client']['bottleneck']))}</p>")
     parts.append(
-        f"<p>{escape(told['load'])}, seed {told['seed']}. <b>{rate['output_tokens_s']:,.1f} tokens/s</b>, "
+        f"<p>{escape(told['load'])}; {escape(told['asked'])}; seed {told['seed']}. <b>{rate['output_tokens_s']:,.1f} tokens/s</b>, "
         f"{rate['requests_s']:.2f} requests/s, n = {told['requests']}, {told['failed']} failed.</p>"
     )
     parts.append(_table(told))

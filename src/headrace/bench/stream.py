@@ -50,7 +50,7 @@ class _Timings(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     timings: _Timings | None = None
     error: msgspec.Raw = msgspec.Raw(b"null")

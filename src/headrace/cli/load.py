@@ -44,6 +44,7 @@ class _Load:
     seconds: float | None
     think_s: float
     seed: int
+    asked: str
 
     @property
     def is_level(self) -> bool:
@@ -150,7 +151,8 @@ def load(
     eos = prompts is None if ignore_eos is None else ignore_eos
     asked, run = uvloop.run(_run(target, offered, model, eos, _fields(extra)))
     window = find(run.records, is_level=offered.is_level, warmup_s=warmup)
-    told: dict[str, Any] = {"version": 1, "url": url, "model": asked.model, "load": offered.words(), "seed": offered.seed}
+    told: dict[str, Any] = {"version": 1, "url": url, "model": asked.model, "load": offered.words(), "asked": offered.asked}
+    told["seed"] = offered.seed
     told |= summary(run, window, objective)
     if planned is not None:
         told["plan"] = beside(planned, told)
@@ -161,7 +163,7 @@ def load(
     if as_json:
         print(json.dumps(told, indent=2))
     else:
-        print(f"{told['model']} at {url}: {told['load']}, seed {told['seed']}")
+        print(f"{told['model']} at {url}: {told['load']}; {told['asked']}; seed {told['seed']}")
         show(told)
     if gate and not (told["valid"] and told["goodput"]["is_met"]):
         raise typer.Exit(1)
@@ -200,12 +202,16 @@ def _offered(
     if prompts is not None:
         conversations = read_prompts(prompts)
         check_endpoint(conversations, endpoint)
+    source = next((f"{name.removeprefix('--')} of {given}" for name, given in sources.items() if name != "--in" and given), "")
+    made = source or f"in {prompt or DEFAULT_IN}"
+    made += "" if trace or lengths else f", out {out or DEFAULT_OUT}"
     first, final = (rate, rate) if rate is not None else _ramp(ramp)
     return _Load(
         arrivals=Arrivals(arrivals, first, final, burstiness) if first is not None and final is not None else None,
         concurrency=concurrency, trace=_read(trace, time_scale), lengths=_read(lengths, 1.0), conversations=conversations,
         prompt=Lengths.parse(prompt or DEFAULT_IN, "--in"), answer=Lengths.parse(out or DEFAULT_OUT, "--out"), shared=shared,
         requests=requests, seconds=duration, think_s=think, seed=seed,
+        asked=made + (f", {shared:.0%} shared" if shared else ""),
     )  # fmt: skip
 
 
