@@ -85,7 +85,7 @@ def test_the_command_replays_a_trace(tmp_path: Path) -> None:
         (("--rate", "1", "--prompts", "/no/such.jsonl"), ["/no/such.jsonl"]),
         (("--rate", "1", "--plan", "/no/such.json"), ["/no/such.json"]),
         (("--rate", "1", "--csv", "/no/such/dir.csv"), ["/no/such/dir.csv"]),
-        (("--trace", "/no/such.csv"), ["/no/such.csv"]),
+        (("--trace", "/no/such.csv"), ["--trace /no/such.csv"]),
         (("--trace", str(DATA / "agents.jsonl"), "--in", "5"), ["--trace and --in"]),
         (("--trace", str(DATA / "agents.jsonl"), "--shared", "0.5"), ["--shared"]),
         (("--rate", "1"), ["cannot be reached"]),

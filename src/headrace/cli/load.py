@@ -208,17 +208,18 @@ def _offered(
     first, final = (rate, rate) if rate is not None else _ramp(ramp)
     return _Load(
         arrivals=Arrivals(arrivals, first, final, burstiness) if first is not None and final is not None else None,
-        concurrency=concurrency, trace=_read(trace, time_scale), lengths=_read(lengths, 1.0), conversations=conversations,
+        concurrency=concurrency, trace=_read(trace, "--trace", time_scale), lengths=_read(lengths, "--lengths", 1.0),
+        conversations=conversations,
         prompt=Lengths.parse(prompt or DEFAULT_IN, "--in"), answer=Lengths.parse(out or DEFAULT_OUT, "--out"), shared=shared,
         requests=requests, seconds=duration, think_s=think, seed=seed,
         asked=made + (f", {shared:.0%} shared" if shared else ""),
     )  # fmt: skip
 
 
-def _read(path: Path | None, scale: float) -> Traffic | None:
+def _read(path: Path | None, flag: str, scale: float) -> Traffic | None:
     from headrace.plan.traffic import read_trace
 
-    return None if path is None else read_trace(path).scaled(scale)
+    return None if path is None else read_trace(path, flag).scaled(scale)
 
 
 def _ramp(text: str) -> tuple[float | None, float | None]:

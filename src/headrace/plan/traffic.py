@@ -114,20 +114,24 @@ class Traffic:
         return hits / total if total else 0.0
 
 
-def read_trace(path: Path) -> Traffic:
-    """A CSV trace (Azure's columns, or arrived_at and token counts), or JSON lines in Mooncake's form. Raises UsageError with the line."""
+def read_trace(path: Path, flag: str = "--traffic") -> Traffic:
+    """A CSV trace (Azure's columns, or arrived_at and token counts), or JSON lines in Mooncake's form.
+
+    Raises UsageError with the line, and the flag that named the file.
+    """
+    file = f"{flag} {path}"
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--traffic {path}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
+        raise UsageError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
     lines = text.splitlines()
-    rows = _json_rows(path, lines) if lines and lines[0].startswith("{") else _csv_rows(path, lines)
+    rows = _json_rows(file, lines) if lines and lines[0].startswith("{") else _csv_rows(file, lines)
     if not rows:
-        raise UsageError(f"--traffic {path}: no requests")
+        raise UsageError(f"{file}: no requests")
     start = rows[0][1]
     for (_, before, *_), (number, time, *_) in pairwise(rows):
         if time < before:
-            raise UsageError(f"--traffic {path}: line {number}: earlier than the line before; sort the trace by time")
+            raise UsageError(f"{file}: line {number}: earlier than the line before; sort the trace by time")
     times = [row[1] - start for row in rows]
     hashes = [row[4] for row in rows]
     notes = []
@@ -137,32 +141,32 @@ def read_trace(path: Path) -> Traffic:
             notes.append(f"the trace has a gap of {after - before:.0f} s before line {number}; it counts as silence")
     known = [names for names in hashes if names is not None]
     if known and len(known) < len(hashes):
-        raise UsageError(f"--traffic {path}: some requests have hash_ids and some have none")
+        raise UsageError(f"{file}: some requests have hash_ids and some have none")
     return Traffic(path.name, times, [row[2] for row in rows], [row[3] for row in rows], known or None, tuple(notes[:5]))
 
 
 _Row = tuple[int, float, int, int, tuple[int, ...] | None]
 
 
-def _csv_rows(path: Path, lines: list[str]) -> list[_Row]:
+def _csv_rows(file: str, lines: list[str]) -> list[_Row]:
     reader = csv.DictReader(lines)
     columns = reader.fieldnames or ()
     form = next((form for form in FORMS if set(form) <= set(columns)), None)
     if form is None:
         forms = " or ".join(",".join(form) for form in FORMS)
-        raise UsageError(f"--traffic {path}: expected the columns {forms}, or JSON lines with timestamp, input_length, output_length")
+        raise UsageError(f"{file}: expected the columns {forms}, or JSON lines with timestamp, input_length, output_length")
     when, prompt, answer = form
     rows: list[_Row] = []
     for number, line in enumerate(reader, 2):
-        where = f"--traffic {path}: line {number}"
+        where = f"{file}: line {number}"
         rows.append((number, _time(line[when], where), _tokens(line[prompt], where, prompt), _tokens(line[answer], where, answer), None))
     return rows
 
 
-def _json_rows(path: Path, lines: list[str]) -> list[_Row]:
+def _json_rows(file: str, lines: list[str]) -> list[_Row]:
     rows: list[_Row] = []
     for number, text in enumerate(lines, 1):
-        where = f"--traffic {path}: line {number}"
+        where = f"{file}: line {number}"
         try:
             line = json.loads(text)
             time, hashes = float(line["timestamp"]) / 1e3, line.get("hash_ids")
