@@ -13,9 +13,9 @@ from headrace.bench.record import FIGURES, GAPS, OTHERS, SERVER, Record
 from headrace.bench.statistics import QUANTILES, Interval, interval, needed, pooled_interval, quantile
 from headrace.bench.window import Window
 
-# A client is a bottleneck when 1 of 100 requests began, or 1 of 100 chunks was stamped, later than is small beside what is measured.
-LAG_S, LAG_SHARE = 0.010, 0.05  # of the median TTFT
-DELAY_S, DELAY_SHARE = 0.005, 0.10  # of the median gap
+# A client is a bottleneck when 1 of 100 requests began, or 1 of 100 chunks was stamped, later than is small beside the p99 of TTFT or ITL.
+LAG_S, DELAY_S = 0.010, 0.005  # never too late for anybody
+SMALL = 0.10
 MAX_CPU = 0.8  # of a core, beyond which a client's queue grows
 
 Told = dict[str, Any]
@@ -43,7 +43,7 @@ def summary(run: Run, window: Window, objective: Objective | None = None) -> Tol
         "tokens": _tokens(good),
         "queue_ms": figures["queue_ms"], "ttft_ms": figures["ttft_ms"], "itl_ms": itl, "tpot_ms": figures["tpot_ms"],
         "total_ms": figures["total_ms"],
-        "client": _client(run, records, figures["ttft_ms"], itl),
+        "client": _client(run, records, good),
         "others": others,
     }  # fmt: skip
     told["valid"] = not told["client"]["bottleneck"]
@@ -122,15 +122,16 @@ def _tokens(good: Sequence[Record]) -> Told:
     }  # fmt: skip
 
 
-def _client(run: Run, records: Sequence[Record], ttft: Told, itl: Told) -> Told:
+def _client(run: Run, records: Sequence[Record], good: Sequence[Record]) -> Told:
     """What the client cost and was late by, and whether that spoils the figures."""
     lags = sorted(record.started - record.scheduled for record in records if record.started is not None)
     delays = sorted(run.delays)
-    lag, delay = (quantile(values, 0.99) if values else 0.0 for values in (lags, delays))
+    ttfts = sorted(x for record in good if (x := FIGURES["ttft"](record)) is not None)
+    gaps = sorted(gap for record in good for gap in record.token_gaps())
+    lag, delay, ttft, gap = (quantile(values, 0.99) if values else 0.0 for values in (lags, delays, ttfts, gaps))
     cpu = run.cpu_s / max(run.wall_s, 1e-9)
     tokens = sum(record.tokens for record in run.records)
-    may_lag = max(LAG_S, LAG_SHARE * (ttft["p50"] or 0) / 1e3)
-    may_delay = max(DELAY_S, DELAY_SHARE * (itl["p50"] or 0) / 1e3)
+    may_lag, may_delay = max(LAG_S, SMALL * ttft), max(DELAY_S, SMALL * gap)
     because = []
     if lag > may_lag:
         because.append(

@@ -202,9 +202,10 @@ def _offered(
     if prompts is not None:
         conversations = read_prompts(prompts)
         check_endpoint(conversations, endpoint)
-    source = next((f"{name.removeprefix('--')} of {given}" for name, given in sources.items() if name != "--in" and given), "")
-    made = source or f"in {prompt or DEFAULT_IN}"
-    made += "" if trace or lengths else f", out {out or DEFAULT_OUT}"
+    files = {"prompts": prompts, "lengths": lengths}
+    asked = "as it has them" if trace else ", ".join(f"{name} of {path.name}" for name, path in files.items() if path)
+    asked = asked or f"in {prompt or DEFAULT_IN}"
+    asked += "" if trace or lengths else f", out {out or DEFAULT_OUT}"
     first, final = (rate, rate) if rate is not None else _ramp(ramp)
     return _Load(
         arrivals=Arrivals(arrivals, first, final, burstiness) if first is not None and final is not None else None,
@@ -212,7 +213,7 @@ def _offered(
         conversations=conversations,
         prompt=Lengths.parse(prompt or DEFAULT_IN, "--in"), answer=Lengths.parse(out or DEFAULT_OUT, "--out"), shared=shared,
         requests=requests, seconds=duration, think_s=think, seed=seed,
-        asked=made + (f", {shared:.0%} shared" if shared else ""),
+        asked=asked + (f", {shared:.0%} shared" if shared else ""),
     )  # fmt: skip
 
 
