@@ -48,9 +48,15 @@ def test_where_a_request_stands() -> None:
         def queue(headers: dict[str, str]) -> Any:
             return json.loads(server.exchange("GET", "/queue", None, headers)[2])
 
+        def running() -> float:
+            lines = server.exchange("GET", "/metrics", None, ALICE)[2].decode().splitlines()
+            return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("headrace_requests_running"))
+
         assert server.exchange("GET", "/queue")[0] == 401
         assert queue(ALICE) == {"object": "queue", "waiting": 0, "expected_wait_ms": 0.0, "data": []}
-        asked = [pool.submit(ask, i) for i in range(6)]
+        asked = [pool.submit(ask, i) for i in range(2)]
+        wait_for(lambda: running() == 2)
+        asked += [pool.submit(ask, i) for i in range(2, 6)]
         wait_for(lambda: queue(BOB)["waiting"] == 4)
         mine, others = queue(ALICE), queue(BOB)
         assert [row["position"] for row in mine["data"]] == [1, 2, 3, 4]
