@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+from scripted_engine import ServerProcess, wait_for
 
 from headrace.engine.plan import Plan
 from headrace.executors.simulated import VirtualClock
@@ -41,3 +42,12 @@ def clock() -> VirtualClock:
 @pytest.fixture
 def scripted() -> Callable[..., ScriptedExecutor]:
     return ScriptedExecutor
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """A quick one with a scripted engine, which a module shares; in the end nothing is open and nothing was raised."""
+    with ServerProcess("--step-ms", "0.1") as server:
+        yield server
+        wait_for(lambda: server.metric("requests_open") == 0)
+    assert "Traceback" not in server.said()

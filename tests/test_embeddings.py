@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from array import array
 from base64 import b64decode
-from collections.abc import Iterator
 from typing import Any
 
 import golden_runs
@@ -13,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from golden_runs import GOLDEN, TINY, golden
-from scripted_engine import ServerProcess, wait_for
+from scripted_engine import ServerProcess
 
 from headrace.config import EngineConfig
 from headrace.engine.loop import Engine
@@ -87,14 +86,6 @@ def test_embeddings_have_the_same_bits_however_a_prompt_is_cut(model: Model) -> 
 
 
 # The endpoint
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("--step-ms", "0.1") as server:
-        yield server
-        wait_for(lambda: server.metric("requests_open") == 0)
-    assert "Traceback" not in server.said()
 
 
 @pytest.mark.parametrize(

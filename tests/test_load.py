@@ -152,11 +152,13 @@ def test_a_failure_before_a_connection() -> None:
             asyncio.run(Client(Target.parse(url)).models())
 
 
-def test_an_answer_that_is_not_http() -> None:
+def answered_with(answer: bytes) -> Record:
+    """What is recorded of a request whose connection brings these bytes and ends."""
+
     async def go() -> Record:
         async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"SSH-2.0 hello\r\n\r\n")
+            writer.write(answer)
             writer.close()
 
         server = await asyncio.start_server(speak, "127.0.0.1", 0)
@@ -165,23 +167,15 @@ def test_an_answer_that_is_not_http() -> None:
         server.close()
         return record
 
-    assert asyncio.run(go()).error == "the answer is not HTTP"
+    return asyncio.run(go())
+
+
+def test_an_answer_that_is_not_http() -> None:
+    assert answered_with(b"SSH-2.0 hello\r\n\r\n").error == "the answer is not HTTP"
 
 
 def test_a_body_without_a_length_ends_with_its_connection() -> None:
-    async def go() -> Record:
-        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + ROLE + delta("a") + DONE)
-            writer.close()
-
-        server = await asyncio.start_server(speak, "127.0.0.1", 0)
-        record = Record(0)
-        await Client(Target.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")).send(Answer(record), b"{}")
-        server.close()
-        return record
-
-    record = asyncio.run(go())
+    record = answered_with(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + ROLE + delta("a") + DONE)
     assert (record.error, record.tokens) == ("", 1)
 
 

@@ -6,12 +6,11 @@ The tables must have every field that the endpoints' types have: a new one needs
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from scripted_engine import ServerProcess, wait_for
+from scripted_engine import ServerProcess
 
 from headrace.server import embeddings, messages_api, protocol, responses_api
 
@@ -99,14 +98,6 @@ SPECIAL: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
 TEXTS = ("model", "prompt", "input", "instructions", "system", "stop", "cache_salt", "guided_regex", "guided_grammar")
 OBJECTS = ("logit_bias", "stream_options", "response_format", "structured_outputs", "guided_json")
 CASES = [(path, field) for path, kind in TYPES.items() for field in kind.__struct_fields__]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("--step-ms", "0.1") as server:
-        yield server
-        wait_for(lambda: server.metric("requests_open") == 0)
-    assert "Traceback" not in server.said()
 
 
 def ask(server: ServerProcess, path: str, field: str, text: str) -> tuple[int, Any]:

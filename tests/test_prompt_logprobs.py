@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from engine_oracle import World
 from engine_oracle import submit as simulated_submit
 from golden_runs import GOLDEN, TINY, golden
 from native_driver import Driver
-from scripted_engine import ServerProcess, wait_for
+from scripted_engine import ServerProcess
 
 from headrace.config import SCORED_ROWS, EngineConfig
 from headrace.engine.loop import Engine
@@ -188,14 +187,6 @@ def test_a_restarted_engine_tells_the_same(restart_after: int) -> None:
 
 
 # The endpoints
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("--step-ms", "0.1") as server:
-        yield server
-        wait_for(lambda: server.metric("requests_open") == 0)
-    assert "Traceback" not in server.said()
 
 
 def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
