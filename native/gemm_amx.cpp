@@ -41,7 +41,7 @@ void unpack(const uint8_t* record, int64_t groups, int64_t ahead, uint8_t* out, 
       for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(record + ahead + line), _MM_HINT_T1);
     for (int half = 0; half < 2; half++) {
       const __m512 scale = halves(record, half);
-      _mm512_store_ps(scales + 16 * half, format == Format::q8_0 ? scale : _mm512_mul_ps(scale, _mm512_set1_ps(1.0f / 16)));
+      _mm512_store_ps(scales + 16 * half, format == Format::q8_0 ? scale : _mm512_mul_ps(scale, _mm512_set1_ps(kNibbleScale)));
       if (has_min) _mm512_store_ps(scales + kPanel + 16 * half, halves(record + 64, half));
     }
     const uint8_t* w = record + (has_min ? 128 : 64);
@@ -93,13 +93,13 @@ void accumulate(const Activations& in, int64_t row, int64_t group, int64_t group
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++) acc[r][0] = _mm512_load_ps(out + r * kPanel), acc[r][1] = _mm512_load_ps(out + r * kPanel + 16);
   const float *x = in.scale + row * in.ldg + group, *sum = in.sum + row * in.ldg + group;
-  for (int64_t g = 0; g < groups; g++, scales += 2 * kPanel, integers += 2 * 16 * 16, x++, sum++) {
+  for (int64_t g = 0; g < groups; g++, scales += 2 * kPanel, integers += kPanel * kTileRows, x++, sum++) {
     const __m512 s0 = _mm512_load_ps(scales), s1 = _mm512_load_ps(scales + 16);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
       const __m512 a = _mm512_set1_ps(x[r * in.ldg]);
       acc[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(integers + r * 16)), _mm512_mul_ps(s0, a), acc[r][0]);
-      acc[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(integers + r * 16 + 256)), _mm512_mul_ps(s1, a), acc[r][1]);
+      acc[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(integers + (kTileRows + r) * 16)), _mm512_mul_ps(s1, a), acc[r][1]);
     }
     if (has_min) {
       const __m512 m0 = _mm512_load_ps(scales + kPanel), m1 = _mm512_load_ps(scales + kPanel + 16);

@@ -14,8 +14,6 @@ namespace headrace {
 namespace HEADRACE_ISA {
 namespace {
 
-constexpr float kNibbleScale = 1.0f / 16;  // u is 16 * nibble
-
 #if HEADRACE_LEVEL >= 1
 
 // What a tile multiplies, and the weights it asks for while it does: lines [ahead, ahead_stop) bytes past the start of each of its records.

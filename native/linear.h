@@ -6,6 +6,8 @@
 namespace headrace {
 namespace HEADRACE_ISA {
 
+constexpr float kNibbleScale = 1.0f / 16;  // the unsigned weight of the int families is 16 * nibble
+
 // One family: columns of panels [begin, end) (pairs of panels under silu_mul) for all rows; calls finish_tile / finish_pair.
 void linear_int(const Linear& a, int64_t begin, int64_t end);
 void linear_amx(const Linear& a, int64_t begin, int64_t end);  // as linear_int, to the bit; only at the level of that name
